@@ -5,14 +5,14 @@ BIN := $(VENV)/bin
 # Where torch comes from; `https://download.pytorch.org/whl/cpu` avoids the CUDA libraries on a machine without a GPU.
 TORCH_INDEX ?=
 TORCH_ARGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
-PACKAGES := baton bench baton_cluster baton_vllm baton_worker decode_worker baton_engine examples kv_transfer kvpool prefill_worker router tests
+PACKAGES := baton bench baton_cluster baton_worker decode_worker baton_engine baton_vllm examples kv_transfer kvpool prefill_worker router tests
 
 # `make test REDIS=1` has what needs a redis-server in the same run.
 DEFAULT := 'not gpu and not slow and not chaos and not ray and not vllm'$(if $(REDIS),,' and not redis')
 # In the order of their names: files of few tests, which come last otherwise, take the longest.
-TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
+TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --timeout=120
 
-.PHONY: help install install-vllm native transports triton demo serve test test-redis test-slow test-vllm check format chaos chaos-long bench proto clean
+.PHONY: help install install-vllm native extras transports triton demo serve test test-redis test-slow test-vllm check format chaos chaos-long bench proto clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -34,6 +34,9 @@ transports: install ## Add the KV transports between hosts (UCX, NIXL; 140 MB), 
 # Apart from `install`: a torch for GPUs brings it; beside one for CPUs its interpreter and its compiler test the kernels.
 triton: install ## Add Triton (200 MB, 720 MB unpacked), so that the tests of its kernels run without a GPU
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[triton]'
+
+extras: install ## Both the transports and Triton; pip builds Baton once and not twice
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[nixl,triton,ucx]'
 
 # In an environment of its own: a build of vLLM wants its own torch. It finds its platform by the version of a distribution named
 # `vllm`, hence the copy of the metadata; torchaudio, torchvision and torchcodec do not fit torch's build for CPUs.

@@ -76,6 +76,12 @@ class PayloadTooLargeError(BatonError):
     code = "payload_too_large"
 
 
+class RequestTimeoutError(BatonError):
+    """The request did not come in time."""
+
+    code = "request_timeout"
+
+
 class AuthenticationError(BatonError):
     """No API key, or one that is not known."""
 
@@ -274,6 +280,7 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     UnsupportedParameterError: _row(400, "UNIMPLEMENTED", "invalid_request_error"),
     PromptTooLongError: _row(400, "INVALID_ARGUMENT", "invalid_request_error"),
     PayloadTooLargeError: _row(413, "INVALID_ARGUMENT", "invalid_request_error"),
+    RequestTimeoutError: _row(408, "DEADLINE_EXCEEDED", "timeout_error"),
     AuthenticationError: _row(401, "UNAUTHENTICATED", "authentication_error"),
     ModelNotFoundError: _row(404, "NOT_FOUND", "invalid_request_error"),
     ResourceNotFoundError: _row(404, "NOT_FOUND", "invalid_request_error"),

@@ -41,10 +41,11 @@ class SamplingParams:
         stop_token_ids: Generation ends after one of these, besides the model's own end-of-sequence ids.
         max_tokens: Generated tokens at most.
         min_tokens: End-of-sequence and stop ids cannot be drawn before this many generated tokens.
-        ignore_eos: The model's end-of-sequence ids do not end generation.
+        ignore_eos: The model's end-of-sequence ids do not end generation. Not where there is a grammar: they end what is complete.
         allowed_token_ids: Only these can be drawn, each of them once and ascending; empty for all.
         bad_words: Token sequences that the output does not hold: the last token of one cannot be drawn behind the others. Where
-            that, or `min_tokens`, would leave none of `allowed_token_ids`, both give way for that token.
+            that, or `min_tokens`, would leave none of `allowed_token_ids` or of `grammar`, both give way for that token.
+        grammar: What the output must follow, as llguidance writes grammars; empty for anything.
     """
 
     temperature: float = 1.0
@@ -64,6 +65,7 @@ class SamplingParams:
     ignore_eos: bool = False
     allowed_token_ids: PackedTokens = NO_TOKENS
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

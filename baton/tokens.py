@@ -68,6 +68,10 @@ class PackedTokens(Sequence[int]):
     def __hash__(self) -> int:
         return hash(tuple(self._ids))
 
+    def __reduce__(self) -> tuple[type["PackedTokens"], tuple[bytes]]:
+        """Copied and pickled by its bytes: views cannot be."""
+        return PackedTokens, (self.packed,)
+
     def __repr__(self) -> str:
         return f"PackedTokens({len(self)})"
 

@@ -109,6 +109,7 @@ async def run_worker(child: Child) -> None:
         memory=memory,
         sink=sink,
         progress=child.progress,
+        grammar=config.grammar,
         gpu=worker.gpu,
         gpu_sharers=worker.gpu_sharers,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from baton.config.schema import EngineConfig, ModelConfig
+from baton.config.schema import EngineConfig, GrammarConfig, ModelConfig
 from baton.errors import ConfigError
 from baton.layout import SPARE_BLOCKS, KvLayout
 from baton_engine.cache.arena import KvArena, PageKernels, page_kernels
@@ -15,6 +15,7 @@ from baton_engine.cache.budget import ArenaDemand, affordable_on_cpu, affordable
 from baton_engine.compiling import check_compile, compile_glue
 from baton_engine.cuda_graphs import CudaGraphs, DecodeGraphs
 from baton_engine.device import arena_buffer, choose_device, computing_on, gpu_kind, weigh_gpu
+from baton_engine.grammar import load_compiler
 from baton_engine.host import ThreadEngineHost
 from baton_engine.kernels.ports import BatchInvariant
 from baton_engine.kernels.reference import ReferenceKernels
@@ -69,6 +70,7 @@ def build_engine(
     memory: ArenaAllocator,
     sink: LayerSink | None,
     progress: Progress,
+    grammar: GrammarConfig = GrammarConfig(),  # noqa: B008 - frozen
     gpu: int = 0,
     gpu_sharers: int = 1,
 ) -> BuiltEngine:
@@ -81,6 +83,7 @@ def build_engine(
         memory: Gives the bytes of the KV region.
         sink: Told when pages of a layer are complete; None where nothing is handed off.
         progress: Called with what is being done and the fraction that is done, where one is known.
+        grammar: What the grammars of outputs may cost.
         gpu: Index of the GPU to compute on, where it is to be one.
         gpu_sharers: Workers on that GPU.
 
@@ -111,9 +114,11 @@ def build_engine(
         decoder = compile_glue(decoder)
     apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
     graphs = _graphs(decoder, arena, limits, config)
+    progress("reading the tokenizer", None)
     host = ThreadEngineHost(
         _scheduler(limits, choice, config, secret),
         ModelRunner(decoder, arena, sink, graphs, one_by_one=apart),
+        grammars=load_compiler(choice.path, choice.spec, grammar),
         ahead=choice.device.type != "cpu" if config.plan_ahead is None else config.plan_ahead,
     )
     return BuiltEngine(

@@ -11,7 +11,7 @@ from baton.ids import BlockId, SeqId
 from baton.story import StoryEntry
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Command, StepEvents
-from baton_engine.ports import BlockSink, KvSource
+from baton_engine.ports import BlockSink, GrammarCompiler, KvSource
 from baton_engine.scheduling.plan import StepRunner
 from baton_engine.scheduling.scheduler import Scheduler
 
@@ -27,6 +27,7 @@ class ThreadEngineHost:
         scheduler: Owned by the engine thread from `start` on.
         runner: Likewise.
         clock: For `progress_s`.
+        grammars: See `EngineLoop`; closed with the host.
         ahead: See `EngineLoop`.
     """
 
@@ -36,6 +37,7 @@ class ThreadEngineHost:
         runner: StepRunner,
         clock: Clock | None = None,
         *,
+        grammars: GrammarCompiler | None = None,
         ahead: bool = False,
     ) -> None:
         self._listener: Listener = _unheard
@@ -45,8 +47,10 @@ class ThreadEngineHost:
             runner,
             emit=lambda told: self._listener(told),
             clock=clock or MonotonicClock(),
+            grammars=grammars,
             ahead=ahead,
         )
+        self._grammars = grammars
         self._cores: Sequence[int] = ()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -102,6 +106,8 @@ class ThreadEngineHost:
         self._loop.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
+        if self._grammars is not None:
+            self._grammars.close()
 
 
 def _unheard(told: StepEvents) -> None:

@@ -14,10 +14,23 @@ from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 from baton.clock import Clock
-from baton.errors import BatonError, EngineError
+from baton.errors import BatonError, EngineError, InvariantError, UnsupportedParameterError
 from baton.generation import TokenLogprobs, WorkerLoad
-from baton_engine.messages import Command, SampledTokens, SeqEvent, StepEvents
-from baton_engine.ports import BlockSink, KvSource
+from baton.ids import SeqId
+from baton_engine.messages import (
+    Abort,
+    AddRequest,
+    Command,
+    Failed,
+    Generate,
+    Prefill,
+    Receive,
+    Released,
+    SampledTokens,
+    SeqEvent,
+    StepEvents,
+)
+from baton_engine.ports import BlockSink, GrammarCompiler, KvSource, TokenConstraint
 from baton_engine.scheduling.plan import NO_TOKEN, Launched, Row, StepPlan, StepResult, StepRunner
 from baton_engine.scheduling.scheduler import Scheduler
 
@@ -35,6 +48,14 @@ class _Begun:
     begun_s: float
     collect: Launched
     is_under_way: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compiled:
+    """The grammar of a command's prompt, compiled, or why it could not be."""
+
+    command: AddRequest
+    outcome: TokenConstraint | BatonError
 
 
 class StepTimes:
@@ -84,6 +105,7 @@ class EngineLoop:
         emit: Receives the events, on the thread that runs the loop. What is known before a step is told before it runs,
             so that a hand-off can be prepared while the step computes.
         clock: For `progress_s`.
+        grammars: Compiles the grammars of prompts, which wait for it; no other prompt does. None where grammars are refused.
         ahead: Launch a step that can be planned ahead behind the one that is computed. A command that comes meanwhile waits
             for both.
     """
@@ -95,13 +117,16 @@ class EngineLoop:
         emit: Callable[[StepEvents], None],
         clock: Clock,
         *,
+        grammars: GrammarCompiler | None = None,
         ahead: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._emit = emit
         self._clock = clock
-        self._inbox: SimpleQueue[Command | None] = SimpleQueue()
+        self._grammars = grammars
+        self._compiling: dict[SeqId, Command] = {}
+        self._inbox: SimpleQueue[Command | _Compiled | None] = SimpleQueue()
         self._runs_ahead = ahead
         self._next: _Begun | None = None
         self._times = StepTimes()
@@ -235,11 +260,44 @@ class EngineLoop:
             events += self._take(command)
         return events
 
-    def _take(self, command: Command | None) -> list[SeqEvent]:
-        if command is None:
-            self._is_closing = True
-            return []
+    def _take(self, command: Command | _Compiled | None) -> list[SeqEvent]:
+        match command:
+            case None:
+                self._is_closing = True
+                return []
+            case _Compiled():
+                return self._take_compiled(command)
+            case Generate() | Prefill() | Receive() if command.prompt.sampling.grammar:
+                return self._compile(command)
+            case Abort() if self._compiling.pop(command.seq_id, None) is not None:
+                return [Released(seq_id=command.seq_id)]
         return self._scheduler.handle(command, self._clock.now_s())
+
+    def _compile(self, command: AddRequest) -> list[SeqEvent]:
+        """The command waits until its grammar is compiled, and comes again."""
+        seq_id = command.seq_id
+        if self._compiling.pop(seq_id, None) is not None:
+            story = self._scheduler.story(seq_id)
+            error = InvariantError(f"sequence {seq_id} was submitted twice", story=story)
+            return [Failed(seq_id=seq_id, error=error)]
+        if self._grammars is None:
+            refusal = UnsupportedParameterError("this worker's model cannot be held to a grammar")
+            return [Failed(seq_id=seq_id, error=refusal)]
+        self._compiling[seq_id] = command
+        self._grammars.compile(
+            command.prompt,
+            lambda outcome: self._inbox.put(_Compiled(command=command, outcome=outcome)),
+        )
+        return []
+
+    def _take_compiled(self, compiled: _Compiled) -> list[SeqEvent]:
+        command, outcome = compiled.command, compiled.outcome
+        if self._compiling.get(command.seq_id) is not command:
+            return []  # aborted meanwhile
+        del self._compiling[command.seq_id]
+        if isinstance(outcome, BatonError):
+            return [Failed(seq_id=command.seq_id, error=outcome)]
+        return self._scheduler.handle(command, self._clock.now_s(), outcome)
 
     def _emit_events(
         self,

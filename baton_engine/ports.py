@@ -4,6 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.errors import BatonError
+from baton.generation import Prompt
 from baton.ids import BlockId, BlockKey, SeqId
 from baton.pages import FetchOutcome, PageFetch, PublishedPage, ReadyEvent
 from baton.story import StoryEntry
@@ -90,6 +95,39 @@ class BlockSink(Protocol):
         """These were published in the last step, each after the one before it in its text. Nothing keeps them:
         read `PublishedPage.generation`.
         """
+
+
+class TokenConstraint(Protocol):
+    """Which tokens one sample may go on with, by the grammar of its request. Its state is a function of grammar, tokenizer and output
+    tokens; owned by whoever owns the sample's sequence.
+    """
+
+    def accept(self, token: int) -> None:
+        """The sample goes on with `token`. One that the grammar does not allow is a fault."""
+
+    def fork(self) -> "TokenConstraint":
+        """Another sample that has the same tokens so far."""
+
+    def fill(self, bits: NDArray[np.uint32]) -> None:
+        """Writes which tokens may come next, one bit each, lowest first; the ends of a text are among them where it is complete.
+
+        Args:
+            bits: `[vocab / 32]`, contiguous.
+        """
+
+    @property
+    def fault(self) -> BatonError | None:
+        """Why the sample cannot go on: its grammar is too complex at this place, or was broken; None while it can."""
+
+
+class GrammarCompiler(Protocol):
+    """Makes constraints of grammars, in threads of its own."""
+
+    def compile(self, prompt: Prompt, done: Callable[[TokenConstraint | BatonError], None]) -> None:
+        """Calls `done`, on any thread, with the constraint of a prompt's output after its `output_tokens`, or with why there is none."""
+
+    def close(self) -> None:
+        """Waits for what is being compiled; the rest is dropped."""
 
 
 class ArenaBytes(Protocol):

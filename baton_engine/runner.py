@@ -145,14 +145,16 @@ def _result(
     scores: tuple[tuple[TokenLogprobs, ...], ...],
     fetched: FetchOutcome | None,
 ) -> StepResult:
-    """Rows whose pages were not brought have failed, and of those that should have drawn, those that did not."""
+    """Rows whose pages were not brought have failed, those whose grammar did, and of those that should have drawn, those that did
+    not.
+    """
     lost = fetched.failed if fetched is not None else {}
     failed: list[tuple[int, BatonError]] = []
-    if lost or NO_TOKEN in tokens:
+    if lost or NO_TOKEN in tokens or any(_fault(row) for row in plan.rows):
         begin = 0
         for place, row in enumerate(plan.rows):
             end = begin + len(row.samples)
-            if (error := lost.get(row.seq.seq_id)) is not None:
+            if (error := lost.get(row.seq.seq_id) or _fault(row)) is not None:
                 failed.append((place, error))
                 tokens[begin:end] = [NO_TOKEN] * len(row.samples)
             elif NO_TOKEN in tokens[begin:end]:
@@ -161,3 +163,9 @@ def _result(
     return StepResult(
         tokens=tokens, logprobs=logprobs, scores=scores, failed=tuple(failed), fetched=fetched
     )
+
+
+def _fault(row: Row) -> BatonError | None:
+    """Why the row's draws mean nothing, where its grammar is why."""
+    constraint = row.seq.constraint
+    return None if constraint is None or not row.samples else constraint.fault

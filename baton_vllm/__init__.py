@@ -1,0 +1,1 @@
+"""vLLM as an engine behind the port of ours."""

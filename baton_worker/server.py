@@ -17,6 +17,7 @@ from baton.errors import BatonError, DrainingError, EngineError, disposition
 from baton.generation import WorkerLoad
 from baton.ids import RequestId, Role
 from baton.rpc.admission import asker
+from baton.rpc.bounds import worker_bounds
 from baton.rpc.channel import bind, new_server
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import WorkerHello, identity_to_proto, role_from_proto, role_to_proto
@@ -141,7 +142,7 @@ class WorkerServer:
         self._metrics = metrics
         self._scraped: ScrapeServer | None = None
         self._credentials = credentials
-        self._server = new_server(credentials)
+        self._server = new_server(credentials, worker_bounds(service.hello))
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._control = _Control(self, version=version, model=model)
         self._draining = self._stopping = False

@@ -5,6 +5,10 @@ router may use one core only. Decode workers step at an engine's pace, each for 
 as an engine's: with a step every `--step-ms` the router is offered more than it can move, and every `--calm-step-ms` (figures that
 begin with `calm_`) less.
 
+With `--transport tcp` router and workers speak TCP, in turn with TLS, as the product does, and in the clear: figures begin with
+`tls_` and `plain_` and are medians of `--pairs` runs each, `tls_over_plain_router_cpu` is the median of the pairs' ratios, and
+`connect_ms` is from dialling to the worker's greeting.
+
 Figures: `tokens_per_s` is tokens per second of the router's CPU time, which is what a core of its own would move;
 `wall_tokens_per_s` is what was moved on this machine beside whatever else ran there; `offered_tokens_per_s` what the engines would
 draw if nothing held them up; `gap_*` is the time between two reads of one client.
@@ -28,9 +32,11 @@ import psutil
 from bench.harness.report import Report
 from bench.harness.server import serving
 from bench.router.stream_clients import Counts, Orders
-from bench.router.stream_workers import addresses
+from bench.router.stream_workers import SECRET, Way
 
 _WARM_UP_TOKENS = 256
+_CONNECTIONS = 100
+_CPU = "router_cpu_us_per_token"
 
 
 def main() -> None:
@@ -41,8 +47,16 @@ def main() -> None:
         settings={name: value for name, value in vars(arguments).items() if name != "json"},
     )
     for prefix, step_ms in (("", arguments.step_ms), ("calm_", arguments.calm_step_ms)):
-        if step_ms:
-            _measure(prefix, step_ms, arguments, report)
+        if not step_ms:
+            continue
+        if arguments.transport == "tcp":
+            figures = _compare(step_ms, arguments)
+        else:
+            figures = _measure(step_ms, Way.UNIX, arguments)
+        report.figures[f"{prefix}offered_tokens_per_s"] = arguments.streams / step_ms * 1e3
+        for figure, value in figures.items():
+            report.figures[prefix + figure] = value
+            print(f"{prefix + figure:40}{value:12.3f}", flush=True)
     if arguments.json:
         report.write(arguments.json)
 
@@ -56,57 +70,85 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--decoders", type=int, default=4, help="decode workers")
     parser.add_argument("--step-ms", type=float, default=3.0)
     parser.add_argument("--calm-step-ms", type=float, default=20.0, help="0 for no such run")
+    parser.add_argument("--transport", choices=("unix", "tcp"), default="unix")
+    parser.add_argument("--pairs", type=int, default=3, help="runs with and without TLS, over tcp")
     return parser.parse_args()
 
 
-def _measure(prefix: str, step_ms: float, arguments: argparse.Namespace, report: Report) -> None:
+def _compare(step_ms: float, arguments: argparse.Namespace) -> dict[str, float]:
+    """TLS and the clear in turn, each of them first in every other pair."""
+    runs: dict[Way, list[dict[str, float]]] = {Way.TLS: [], Way.PLAIN: []}
+    for number in range(arguments.pairs):
+        for way in (Way.TLS, Way.PLAIN) if number % 2 else (Way.PLAIN, Way.TLS):
+            runs[way].append(_measure(step_ms, way, arguments))
+    figures = {
+        f"{way.value}_{figure}": median(run[figure] for run in runs[way])
+        for way in runs
+        for figure in runs[way][0]
+    }
+    pairs = zip(runs[Way.TLS], runs[Way.PLAIN], strict=True)
+    figures["tls_over_plain_router_cpu"] = median(tls[_CPU] / plain[_CPU] for tls, plain in pairs)
+    return figures
+
+
+def _measure(step_ms: float, way: Way, arguments: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
         directory = Path(name)
         config = directory / "cluster.yaml"
-        decoders = arguments.decoders
-        config.write_text(_config(directory, decoders))
         model = str(resources.files("baton_engine.demo") / "model")
-        workers = _workers(directory, model, step_ms, decoders)
-        with workers, serving(model, "-f", str(config)) as url:
-            router = _router()
-            _pin(router)
-            orders = _orders(url, arguments)
-            _drive(replace(orders, rounds=1, output_tokens=_WARM_UP_TOKENS))
-            before_s = _cpu_s(router)
-            counts = _drive(orders)
-            spent_s = _cpu_s(router) - before_s
-    report.figures[f"{prefix}offered_tokens_per_s"] = arguments.streams / step_ms * 1e3
-    _record(prefix, counts, spent_s, report)
+        with _workers(way, directory, model, step_ms, arguments.decoders) as addresses:
+            config.write_text(_config(directory, addresses))
+            figures = {"connect_ms": _connect_ms(way, addresses[0])}
+            with serving(model, "-f", str(config), module=_COMMAND_LINES[way]) as url:
+                router = _router()
+                _pin(router)
+                orders = _orders(url, arguments)
+                _drive(replace(orders, rounds=1, output_tokens=_WARM_UP_TOKENS))
+                before_s = _cpu_s(router)
+                counts = _drive(orders)
+                spent_s = _cpu_s(router) - before_s
+    return figures | _figures(counts, spent_s)
 
 
-def _record(prefix: str, counts: Counts, spent_s: float, report: Report) -> None:
+_COMMAND_LINES = {
+    Way.UNIX: "baton_cluster.cli.main",
+    Way.TLS: "baton_cluster.cli.main",
+    Way.PLAIN: "bench.router.plain_tcp",
+}
+
+
+def _figures(counts: Counts, spent_s: float) -> dict[str, float]:
     tokens = counts.tokens
-    figures = {
+    return {
         "tokens_per_s": tokens / spent_s,
         "wall_tokens_per_s": tokens / counts.elapsed_s,
-        "router_cpu_us_per_token": spent_s / tokens * 1e6,
+        _CPU: spent_s / tokens * 1e6,
         "events_per_token": counts.events / tokens,
         "ttft_p50_ms": median(counts.ttfts_s) * 1e3,
         "gap_p50_ms": counts.gap_p50_s * 1e3,
         "gap_p99_ms": counts.gap_p99_s * 1e3,
     }
-    for figure, value in figures.items():
-        report.figures[prefix + figure] = value
-        print(f"{prefix + figure:32}{value:12.2f}", flush=True)
 
 
-def _config(directory: Path, decoders: int) -> str:
+def _config(directory: Path, addresses: list[str]) -> str:
     return json.dumps(
         {
             "router": {"local_prefill_tokens": 0},  # these decode workers cannot
             "cluster": {
                 "prefill_workers": 0,
                 "decode_workers": 0,
-                "workers": list(addresses(directory, decoders)),
+                "workers": addresses,
+                "secret": SECRET.hex(),
                 "runtime_dir": str(directory / "run"),
             },
         }
     )
+
+
+def _connect_ms(way: Way, address: str) -> float:
+    """Measured in a process of its own: gRPC and children that are started later do not go together."""
+    command = [sys.executable, "-m", "bench.router.connect", way.value, address, str(_CONNECTIONS)]
+    return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def _orders(url: str, arguments: argparse.Namespace) -> Orders:
@@ -122,15 +164,19 @@ def _orders(url: str, arguments: argparse.Namespace) -> Orders:
 
 
 @contextmanager
-def _workers(directory: Path, model: str, step_ms: float, decoders: int) -> Iterator[None]:
-    command = [sys.executable, "-m", "bench.router.stream_workers", str(directory)]
+def _workers(
+    way: Way, directory: Path, model: str, step_ms: float, decoders: int
+) -> Iterator[list[str]]:
+    """Runs the workers; yields their addresses."""
+    command = [sys.executable, "-m", "bench.router.stream_workers", way.value, str(directory)]
     command += [f"{model}/tokenizer.json", str(step_ms), str(decoders)]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     try:
-        yield
+        yield json.loads(process.stdout.readline())
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def _drive(orders: Orders) -> Counts:
@@ -149,9 +195,7 @@ def _drive(orders: Orders) -> Counts:
 
 def _router() -> psutil.Process:
     children = psutil.Process().children(recursive=True)
-    return next(
-        child for child in children if "baton_cluster.roles router" in " ".join(child.cmdline())
-    )
+    return next(child for child in children if " router --name " in " ".join(child.cmdline()))
 
 
 def _pin(process: psutil.Process) -> None:

@@ -13,6 +13,7 @@ from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, PoolConfig
 from baton.ids import WorkerIdentity
 from baton.redis_link import RefusedValues, open_redis
+from baton.rpc.bounds import POOL
 from baton.rpc.channel import bind, new_server
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.identity import PeerRole
@@ -130,7 +131,7 @@ async def _serve(
         keeper = QuotaKeeper(allowances, node.allow, pause_s=config.tenants.reload_s)
         await keeper.look()  # before the first put
         beats.append(keeper.run)
-    server = new_server(credentials)
+    server = new_server(credentials, POOL)
     pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node, watchers), server)
     wellness = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
     health_pb2_grpc.add_HealthServicer_to_server(wellness, server)

@@ -6,20 +6,21 @@ the tokenizer and closes them after it.
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
 
 from baton.clock import Clock, MonotonicClock
-from baton.config.schema import RouterConfig
+from baton.config.schema import GrammarConfig, RouterConfig
 from baton.telemetry.tracing import NotTraced, Tracer
 from router import openapi
 from router.anthropic.messages import MessageWriter, TokenCounting
 from router.anthropic.replies import CountedTokens
 from router.anthropic.requests import MessagesRequest
 from router.generation.endpoint import ConversationEndpoint
+from router.generation.grammars import GrammarChecker
 from router.generation.model_catalog import ModelCatalog
 from router.generation.planner import RequestPlanner
 from router.generation.prompt_encoder import PromptEncoder
@@ -59,6 +60,7 @@ class AppSettings:
         router: Keys and limits.
         defaults: How tokens are drawn where a request says nothing (`router.generation.sampling.read_defaults`).
         revision: The model's commit, if it has one; shown with the model.
+        grammar: What the grammars of answers may cost.
     """
 
     model_names: tuple[str, ...]
@@ -66,6 +68,7 @@ class AppSettings:
     router: RouterConfig
     defaults: SamplingDefaults
     revision: str | None = None
+    grammar: GrammarConfig = field(default_factory=GrammarConfig)
 
 
 def create_app(
@@ -78,6 +81,7 @@ def create_app(
     tenancy: Tenancy | None = None,
     decisions: DecisionLog | None = None,
     tracer: Tracer | None = None,
+    grammars: GrammarChecker | None = None,
 ) -> FastAPI:
     """The application. It owns nothing: generator and tokenizer outlive it.
 
@@ -91,6 +95,7 @@ def create_app(
         tenancy: Tenants, limits, guardrails and audit; what the configured keys make if None.
         decisions: What routing remembers; admins may ask for it, /metrics counts it.
         tracer: Takes the spans of requests; none are recorded if None.
+        grammars: Checks the forms of answers; one of its own if None.
     """
     clock = clock or MonotonicClock()
     tenancy = tenancy or tenancy_of_keys(settings.router.api_keys, clock)
@@ -99,7 +104,9 @@ def create_app(
     metrics = RouterMetrics(registry, settings.model_names[0])
     metrics.watch(status, slo_classes.names)
     registry.register(RouteDecisions(decisions))
-    bodies = BodyReader(settings.router.max_body_bytes)
+    bodies = BodyReader(
+        settings.router.max_body_bytes, timeout_s=settings.router.http_body_timeout_s
+    )
     catalog = ModelCatalog(settings.model_names, generator)
     planner = RequestPlanner(
         catalog,
@@ -107,6 +114,7 @@ def create_app(
         slo_classes,
         metrics,
         settings.defaults,
+        grammars or GrammarChecker(settings.grammar, tokenizer.special_texts, registry),
         timeout_s=settings.router.request_timeout_s,
     )
     prompts = PromptEncoder(tokenizer, tenancy.guards)

@@ -44,6 +44,7 @@ from router.dispatch.events import (
 from router.inboxes import Inboxes
 from router.model_discovery import ModelDiscovery
 from router.ports import GenerationEvent, GenerationRequest, ServedModel, Timing
+from router.routing.chains import PromptHasher
 from router.slo import Slo
 from router.tenants.tenant import Tenant
 
@@ -79,6 +80,7 @@ class ClusterGenerator:
         dispatcher: The pure core.
         admission: Says which requests are begun, and when.
         commands: Takes the dispatcher's commands to workers.
+        hasher: Hashes long prompts before they are dispatched; None where routing does not look at prompts.
         inboxes: Take what clients are sent.
         discovery: Told of workers that join; knows the served model.
         clock: Monotonic.
@@ -90,6 +92,7 @@ class ClusterGenerator:
         dispatcher: Dispatcher,
         admission: Admission,
         commands: WorkerCommands,
+        hasher: PromptHasher | None,
         inboxes: Inboxes,
         discovery: ModelDiscovery,
         clock: Clock,
@@ -97,6 +100,7 @@ class ClusterGenerator:
         self._dispatcher = dispatcher
         self._admission = admission
         self._commands = commands
+        self._hasher = hasher
         self._inboxes = inboxes
         self._discovery = discovery
         self._clock = clock
@@ -131,6 +135,8 @@ class ClusterGenerator:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """See `router.ports.Generator`."""
+        if self._hasher is not None:
+            request = replace(request, chains=await self._hasher.chains(request.prompt))
         if self._draining:
             raise DrainingError("the router is stopping")
         if request.request_id in self._inboxes:

@@ -7,6 +7,7 @@ ones.
 """
 
 import asyncio
+from itertools import accumulate
 
 from baton.clock import Clock
 from baton.errors import BatonError
@@ -35,6 +36,9 @@ _TOKEN_BYTES = 128
 """About what a waiting token takes in memory."""
 
 _TOP_LOGPROB_BYTES = 32
+
+_TAKEN_BYTES = 32 * 1024
+"""Of tokens that wait so many are taken together: their text is made and written before the event loop runs again."""
 
 
 class EventGap:
@@ -72,7 +76,7 @@ class EventGap:
 
 
 class Inbox:
-    """Single writer, single reader, one event loop. Tokens that wait are taken together.
+    """Single writer, single reader, one event loop. Tokens that wait are taken together, up to a bound.
 
     Args:
         max_bytes: What may wait for a reader that does not come.
@@ -87,6 +91,7 @@ class Inbox:
         self._tokens: list[TokenSample] = []
         self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self._waiting_bytes = 0
+        self._left_some = False
         self._end: Timing | BatonError | None = None
         self._reader: asyncio.Future[None] | None = None
 
@@ -97,9 +102,7 @@ class Inbox:
     def put(self, tokens: tuple[TokenSample, ...]) -> bool:
         """Adds tokens; False when more wait than the bound allows, and the reader should be given up."""
         self._tokens += tokens
-        for token in tokens:
-            top = 0 if token.logprobs is None else len(token.logprobs.top)
-            self._waiting_bytes += _TOKEN_BYTES + top * _TOP_LOGPROB_BYTES
+        self._waiting_bytes += sum(map(_size, tokens))
         self._wake()
         return self._waiting_bytes <= self._max_bytes
 
@@ -120,31 +123,49 @@ class Inbox:
             return
         self._end = end
         if isinstance(end, BatonError):
-            self._tokens = []
+            self._tokens, self._waiting_bytes = [], 0
         self._wake()
 
     async def next(self) -> GenerationEvent:
-        """All tokens that wait, or at the end the timing.
+        """The tokens that wait, or at the end the timing. Where tokens are left the event loop runs before they are given out.
 
         Raises:
             BatonError: The request ended with it.
         """
+        if self._left_some:
+            await asyncio.sleep(0)
         while not self._tokens and self._end is None:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         if self._tokens:
-            tokens, self._tokens, self._waiting_bytes = self._tokens, [], 0
             scores, self._prompt_logprobs = self._prompt_logprobs, None
-            return Tokens(samples=tuple(tokens), prompt_logprobs=scores)
+            return Tokens(samples=self._take(), prompt_logprobs=scores)
         if isinstance(self._end, BatonError):
             raise self._end
         assert self._end is not None
         return self._end
 
+    def _take(self) -> tuple[TokenSample, ...]:
+        taken, self._tokens, taken_bytes = self._tokens, [], self._waiting_bytes
+        self._left_some = taken_bytes > _TAKEN_BYTES
+        if self._left_some:
+            sizes = accumulate(map(_size, taken))
+            count, taken_bytes = next(
+                (i, size) for i, size in enumerate(sizes, start=1) if size >= _TAKEN_BYTES
+            )
+            taken, self._tokens = taken[:count], taken[count:]
+        self._waiting_bytes -= taken_bytes
+        return tuple(taken)
+
     def _wake(self) -> None:
         reader, self._reader = self._reader, None
         if reader is not None and not reader.done():  # a reader that was cancelled is done
             reader.set_result(None)
+
+
+def _size(token: TokenSample) -> int:
+    top = 0 if token.logprobs is None else len(token.logprobs.top)
+    return _TOKEN_BYTES + top * _TOP_LOGPROB_BYTES
 
 
 class Inboxes:

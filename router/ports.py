@@ -5,11 +5,12 @@ workers. Everything that crosses it is token ids; text stays on the HTTP side. A
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.generation import Prompt, TokenLogprobs, TokenSample, WorkerLoad
 from baton.ids import RequestId, Role, WorkerId
+from router.routing.table import Fingerprints
 from router.slo import STANDARD, Slo
 from router.tenants.tenant import ANONYMOUS, Tenant
 
@@ -28,6 +29,7 @@ class GenerationRequest:
         arrived_s: When it came to the admission queue, which sets this and the next, on the router's clock.
         expected_tokens: What it will probably generate, over all samples.
         trace_parent: The request's own span; empty when it is not traced.
+        chains: Fingerprints of the prompt's blocks by layout group, as far as they are known; the rest is hashed where it is needed.
     """
 
     request_id: RequestId
@@ -39,6 +41,7 @@ class GenerationRequest:
     arrived_s: float = 0.0
     expected_tokens: int = 0
     trace_parent: str = ""
+    chains: Mapping[int, Fingerprints] = field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -6,6 +6,7 @@ Never imports torch, so that a router starts fast and stays small.
 import asyncio
 import gc
 import socket
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from baton.clock import Clock, MonotonicClock
 from baton.config.schema import BatonConfig, RouterConfig
 from baton.errors import ConfigError
 from baton.redis_link import RefusedValues
-from baton.rpc.channel import CONTROL_MESSAGE_BYTES, bind, new_server
+from baton.rpc.bounds import CONTROL
+from baton.rpc.channel import bind, new_server
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.identity import PeerRole
 from baton.rpc.v1 import control_pb2_grpc
@@ -41,6 +43,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.events import Heard
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
+from router.generation.grammars import GrammarChecker
 from router.generation.sampling import SamplingDefaults, read_defaults
 from router.generator import ClusterGenerator
 from router.http import server
@@ -48,6 +51,7 @@ from router.http.connections import ADMIN_CONNECTIONS, connections_that_fit
 from router.inboxes import Inboxes
 from router.model_discovery import ModelDiscovery
 from router.pool_watch import watching
+from router.routing.chains import PromptHasher
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
@@ -67,6 +71,8 @@ CONTROL_SOCKET = "router.sock"
 
 _WAIT_S = 5.0
 _GARBAGE_THRESHOLD = 50_000
+_SWITCH_INTERVAL_S = 0.0005
+"""Of Python's threads: so long the event loop waits at most, at each of its turns, while a thread that computes holds the interpreter."""
 _ALL_WORKERS_WAITS = 6
 
 _log = get_logger(__name__)
@@ -118,6 +124,7 @@ async def run(
     # All that has been loaded stays: going over it again and again for garbage would cost a few percent of every core.
     gc.freeze()
     gc.set_threshold(_GARBAGE_THRESHOLD)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     credentials = ClusterCredentials.from_config(config.cluster, PeerRole.ROUTER, "router")
     parts = compose(config.router, worker_addresses, secret, credentials=credentials)
     registry = new_registry()
@@ -125,6 +132,7 @@ async def run(
     refused = RefusedValues(registry)
     refusals = server.ConnectionRefusals(registry)
     tracer = open_tracer(config.trace, "router", MonotonicClock())
+    grammars = GrammarChecker(config.grammar, loaded.tokenizer.special_texts, registry)
     try:
         async with (
             running(parts),
@@ -142,7 +150,7 @@ async def run(
                 refusals,
             ),
             _http(
-                _app(config, parts, loaded, registry, tenancy, tracer),
+                _app(config, parts, loaded, registry, tenancy, tracer, grammars),
                 config,
                 sockets,
                 config.router.max_connections or connections_that_fit(len(worker_addresses)),
@@ -156,6 +164,7 @@ async def run(
                 _log.warning("requests cut off by the stop", in_flight=generator.in_flight())
                 generator.end_requests()
     finally:
+        grammars.close()
         loaded.tokenizer.close()
         await asyncio.to_thread(tracer.close)
 
@@ -213,11 +222,12 @@ def compose(
     local_prefill = LocalPrefill(
         max_tokens=config.local_prefill_tokens, max_stall_s=config.local_prefill_stall_s
     )
+    policy = policy_named(config.policy, local_prefill)
     decisions = DecisionLog(config.policy)
     placement = Placement(
         view=view,
         index=index,
-        policy=policy_named(config.policy, local_prefill),
+        policy=policy,
         secret=secret,
         rng=Random(),
         log=decisions,
@@ -235,6 +245,7 @@ def compose(
         dispatcher=dispatcher,
         admission=admission,
         commands=membership,
+        hasher=PromptHasher(secret, view) if policy.uses_prefix else None,
         inboxes=Inboxes(max_bytes=config.max_queued_bytes_per_client, clock=clock),
         discovery=discovery,
         clock=clock,
@@ -305,6 +316,7 @@ def _app(
     registry: CollectorRegistry,
     tenancy: Tenancy,
     tracer: Tracer,
+    grammars: GrammarChecker,
 ) -> FastAPI:
     settings = AppSettings(
         model_names=_names(config),
@@ -325,6 +337,7 @@ def _app(
         tenancy=tenancy,
         tracer=tracer,
         decisions=parts.decisions,
+        grammars=grammars,
     )
 
 
@@ -390,7 +403,7 @@ async def _control(
     address: str,
     credentials: ClusterCredentials,
 ) -> AsyncIterator[None]:
-    rpc = new_server(credentials, max_message_bytes=CONTROL_MESSAGE_BYTES)
+    rpc = new_server(credentials, CONTROL)
     control = RouterControl(
         view=parts.view,
         links=parts.membership.links,

@@ -44,6 +44,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the test's timeout begins
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
-    """One marked `alone` runs while no other of the run's processes runs any, its fixtures included."""
+    """One marked `alone` runs while no other of the run's processes runs any, its fixtures included.
+
+    A run that a test starts is part of that test, and does not queue behind one that waits for it.
+    """
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
     with _MACHINE.taken(alone=item.get_closest_marker("alone") is not None):
         return (yield)

@@ -152,10 +152,9 @@ RULES: tuple[Rule, ...] = (
         "router.max_waiting_prompt_tokens",
         "router.max_waiting_prompt_tokens_per_tenant",
     ),
-    Rule(
-        path="router.http_keep_alive_s",
-        holds=lambda v: 1 <= v <= 86400,
-        demand="must be from 1 to 86400 (a day)",
+    *(
+        Rule(path=path, holds=lambda v: 1 <= v <= 86400, demand="must be from 1 to 86400 (a day)")
+        for path in ("router.http_body_timeout_s", "router.http_keep_alive_s")
     ),
     Rule(
         path="router.slo_classes",

@@ -92,6 +92,34 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarConfig:
+    """What the form that a client wants an answer in (`response_format`, `structured_outputs`) may cost. Checked by routers, and again
+    by workers; give all of them the same.
+
+    Attributes:
+        max_bytes: Longest schema, regular expression or grammar, as JSON or text.
+        max_depth: Levels of a schema.
+        max_symbols: Symbols in the productions of a compiled grammar.
+        max_states: States of its lexer; each takes one or two kilobytes of a worker's memory.
+        compile_fuel: Work to compile one, in llguidance's units: about 50,000 take a millisecond.
+        step_fuel: Work to find which tokens may come next, once per token: about 70,000 take a millisecond.
+        max_compiled: Compiled grammars that a process keeps, those used last.
+        max_compiling_per_tenant: Grammars of one tenant that a router checks or has waiting for it; beyond that, 429.
+        threads: Threads that check or compile, per process.
+    """
+
+    max_bytes: int = 64 * 1024
+    max_depth: int = 32
+    max_symbols: int = 200_000
+    max_states: int = 20_000
+    compile_fuel: int = 500_000
+    step_fuel: int = 100_000
+    max_compiled: int = 128
+    max_compiling_per_tenant: int = 16
+    threads: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SloClass:
     """One class of service: what is promised to the requests in it. None promises nothing, so that none is refused for it.
 
@@ -134,6 +162,7 @@ class RouterConfig:
             difference.
         max_body_bytes: Larger bodies get 413. Those of more than 32 KiB are parsed in pieces, one body at a time.
         request_timeout_s: Deadline of one request, queueing included.
+        http_body_timeout_s: How long a request's body may take to come; then 408.
         http_keep_alive_s: How long a client's connection may be open without a request. A load balancer in front that keeps idle
             connections longer sends requests into ones that were just closed (deploy/README.md, "Behind a load balancer").
         max_connections: HTTP connections on which requests are answered. Where there are as many, one without a request gives way to a
@@ -165,6 +194,7 @@ class RouterConfig:
     root_path: str = ""
     max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float = 600.0
+    http_body_timeout_s: float = 60.0
     http_keep_alive_s: float = 75.0
     max_connections: int | None = None
     max_attempts: int = 3
@@ -455,6 +485,7 @@ class BatonConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    grammar: GrammarConfig = field(default_factory=GrammarConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     tenants: TenantsConfig = field(default_factory=TenantsConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from baton.rpc.connections import ConnectionCounts
 from baton.rpc.identity import PeerRole, ProcessIdentity, may_call
@@ -55,22 +56,31 @@ class RoleAdmission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no
 
     def _guarded(self, handler: "_Handler", method: str) -> "_Handler":
         kind = f"{_count(handler.request_streaming)}_{_count(handler.response_streaming)}"
-        behaviour = getattr(handler, kind)
+        behaviour, parse = getattr(handler, kind), handler.request_deserializer
 
-        async def call(request: object, context: "Context") -> object:
+        async def call(request: Any, context: "Context") -> object:
             await self._admit(method, context)
-            return await behaviour(request, context)
+            return await behaviour(await read(request, context), context)
 
-        async def stream(request: object, context: "Context") -> Any:
+        async def stream(request: Any, context: "Context") -> Any:
             await self._admit(method, context)
-            async for reply in behaviour(request, context):
+            async for reply in behaviour(await read(request, context), context):
                 yield reply
+
+        async def read(request: Any, context: "Context") -> object:
+            """A single request comes as bytes and is parsed here, once its caller may make the call; gRPC parses a stream as it is read."""
+            if handler.request_streaming or parse is None:
+                return request
+            try:
+                return parse(request)
+            except DecodeError:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is malformed")
 
         return cast(
             "_Handler",
             getattr(grpc, f"{kind}_rpc_method_handler")(
                 stream if inspect.isasyncgenfunction(behaviour) else call,
-                handler.request_deserializer,
+                parse if handler.request_streaming else None,
                 handler.response_serializer,
             ),
         )

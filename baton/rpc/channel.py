@@ -10,21 +10,18 @@ import stat
 import grpc
 
 from baton.errors import ConfigError, IncompatibleError
+from baton.rpc.address_limit import AddressLimit
 from baton.rpc.admission import RoleAdmission
+from baton.rpc.bounds import CONNECTIONS, FRAME_BYTES, UNREAD_BYTES, ServerBounds
 from baton.rpc.connections import HANDSHAKE_S
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.identity import PeerRole
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Of a worker's stream and its sessions: a snapshot of all block keys, a prompt's checksums."""
-
-CONTROL_MESSAGE_BYTES = 64 * 1024
-"""Of an operator's question: names and words."""
-
 _UNIX = "unix:"
+_SMALL = ServerBounds()
 
 _OPTIONS: list[tuple[str, int | str]] = [
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", FRAME_BYTES),
     # A peer that vanished without closing its socket is noticed within seconds.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -45,16 +42,17 @@ _OPTIONS: list[tuple[str, int | str]] = [
 
 _CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     *_OPTIONS,
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", FRAME_BYTES),
 ]
 
 _SERVER_OPTIONS: list[tuple[str, int | str]] = [
     *_OPTIONS,
     # Until a connection has proven its cluster and greeted. gRPC's default is two minutes.
     ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
-    # Of each listening address, unproven ones too. Routers and workers hold one or two each; more are refused at once.
-    ("grpc.max_allowed_incoming_connections", 512),
-    ("grpc.max_concurrent_streams", 1024),
+    ("grpc.max_allowed_incoming_connections", CONNECTIONS),
+    # With it a stream that nobody reads takes tens of megabytes of its sender's.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
 ]
 
 # BoringSSL's words for a certificate out of its time and for one of another authority, and gRPC's for one of another role.
@@ -87,15 +85,19 @@ def open_channel(
 
 
 def new_server(
-    credentials: ClusterCredentials | None = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES
+    credentials: ClusterCredentials | None = None, bounds: ServerBounds = _SMALL
 ) -> grpc.aio.Server:
-    """A server without services or ports yet. `max_message_bytes`: of a message that it takes."""
+    """A server without services or ports yet. `bounds`: on what a connection may have it hold."""
     interceptors = (
         []
         if credentials is None
         else [RoleAdmission(credentials.identity.role, credentials.counts)]
     )
-    options = [*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+    options = [
+        *_SERVER_OPTIONS,
+        ("grpc.max_receive_message_length", bounds.message_bytes),
+        ("grpc.max_concurrent_streams", bounds.calls),
+    ]
     return grpc.aio.server(interceptors=interceptors, options=options)
 
 
@@ -117,8 +119,9 @@ def bind(
         if address.startswith(_UNIX):
             server.add_insecure_port(address)
         else:
-            own = _needed(credentials, address).for_server()
-            port = server.add_secure_port(address, own)
+            own = _needed(credentials, address)
+            limit = AddressLimit(own.counts)
+            port = limit.port = server.add_secure_port(address, own.for_server(limit))
     except RuntimeError as error:  # grpc's word for a failed bind
         raise OSError(f"cannot bind {address}: {error}") from error
     if address.startswith(_UNIX):

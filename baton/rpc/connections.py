@@ -31,11 +31,12 @@ class ConnectionCounts(Collector):
         handshakes: Begun by others.
         proven: That brought a call.
         denied: Calls that the caller's role may not make.
+        crowded: Connections that were closed because their address had too many.
         strangers: Own connections to processes that are not of this cluster.
     """
 
     def __init__(self) -> None:
-        self.handshakes = self.proven = self.denied = self.strangers = 0
+        self.handshakes = self.proven = self.denied = self.crowded = self.strangers = 0
         self._callers: OrderedDict[str, None] = OrderedDict()
         self._told = 0
         self._quiet_until_s = 0.0
@@ -62,6 +63,10 @@ class ConnectionCounts(Collector):
         if len(self._callers) > _REMEMBERED:
             self._callers.popitem(last=False)
 
+    def has_called(self, peer: str) -> bool:
+        """Whether the connection of `peer` has brought a call, and so has proven its cluster."""
+        return peer in self._callers
+
     def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_later(_LOOK_AFTER_S, self._look, loop, self.handshakes)
 
@@ -84,6 +89,11 @@ class ConnectionCounts(Collector):
             ("baton_rpc_handshakes", "Connections that others began", self.handshakes),
             ("baton_rpc_proven_connections", "Those that proved their cluster", self.proven),
             ("baton_rpc_denied_calls", "Calls that the caller's role may not make", self.denied),
+            (
+                "baton_rpc_crowded_connections",
+                "Closed because their address had too many",
+                self.crowded,
+            ),
             (
                 "baton_rpc_strangers",
                 "Own connections that met a process of another cluster",

@@ -12,6 +12,7 @@ import grpc
 
 from baton.config.schema import ClusterConfig
 from baton.errors import ConfigError
+from baton.rpc.address_limit import AddressLimit
 from baton.rpc.connections import ConnectionCounts
 from baton.rpc.identity import PeerRole, ProcessIdentity
 from baton.telemetry.logs import get_logger
@@ -81,14 +82,15 @@ class ClusterCredentials:
         now = self._current()
         return grpc.ssl_channel_credentials(now.authority, now.key, now.chain)
 
-    def for_server(self) -> grpc.ServerCredentials:
-        """For a server of the running event loop: peers without a certificate of the cluster are refused."""
+    def for_server(self, limit: AddressLimit) -> grpc.ServerCredentials:
+        """For a server of the running event loop: peers without a certificate of the cluster are refused, and `limit` is told of each."""
         loop = asyncio.get_running_loop()
         shown = self._current()
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
             nonlocal shown
             self.counts.begun(loop)
+            limit.begun(loop)
             before, shown = shown, self._current()
             return None if shown is before else _server_certificates(shown)
 

@@ -99,6 +99,7 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:
         ignore_eos=sampling.ignore_eos,
         allowed_token_ids=sampling.allowed_token_ids.packed,
         bad_words=[PackedTokens.of(word).packed for word in sampling.bad_words],
+        grammar=sampling.grammar,
     )
 
 
@@ -122,6 +123,7 @@ def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         allowed_token_ids=PackedTokens(message.allowed_token_ids),
         bad_words=tuple(tuple(PackedTokens(word)) for word in message.bad_words if word),
+        grammar=message.grammar,
     )
 
 

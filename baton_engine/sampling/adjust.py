@@ -1,11 +1,11 @@
 """What a request asks to change in the scores before a token is chosen: penalties, biases, ends that come too early, and which
-tokens it allows (`allowed`).
+tokens it allows (`allowed`, `masks`).
 
 Most of it touches few of a row's scores, so it is gathered on the host as (row, token) entries and applied in a handful of
 scatters, however many rows ask.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,9 @@ from baton_engine.sampling.allowed import (
     keep_allowed,
     leaves_nothing,
 )
+from baton_engine.sampling.masks import Masks, collect_masks, masked
 from baton_engine.scheduling.plan import Row
+from baton_engine.scheduling.request import Sequence as TokenSequence
 from baton_engine.staging import StagedArray, StagedBatch
 
 
@@ -59,6 +61,7 @@ class ScoreChanges:
     comes to them does not matter.
     """
 
+    masks: Masks | None
     repeated: tuple[StagedArray, StagedArray] | None
     penalised: tuple[StagedArray, StagedArray] | None
     biased: tuple[StagedArray, StagedArray] | None
@@ -66,12 +69,19 @@ class ScoreChanges:
     allowed: AllowedTokens | None
 
     def __bool__(self) -> bool:
-        kinds = (self.repeated, self.penalised, self.biased, self.banned, self.allowed)
+        kinds = (
+            *(self.masks, self.repeated, self.penalised, self.biased),
+            *(self.banned, self.allowed),
+        )
         return any(kind is not None for kind in kinds)
 
 
-def changes_scores(params: SamplingParams) -> bool:
-    """Whether any step of this request may need `adjust`."""
+def changes_scores(seq: TokenSequence) -> bool:
+    """Whether any step of this sequence may need `adjust`."""
+    return seq.constraint is not None or _changes_scores(seq.params)
+
+
+def _changes_scores(params: SamplingParams) -> bool:
     return bool(
         params.logit_bias
         or params.min_tokens
@@ -95,9 +105,10 @@ def collect_changes(
         staged: Takes the entries to the device.
     """
     kinds = repeated, penalised, biased, banned = tuple(_Entries(vocab_size) for _ in range(4))
+    held_back: list[Set[int]] = [frozenset()] * len(rows)
     for i, row in enumerate(rows):
         params, seq = row.seq.params, row.seq
-        if not changes_scores(params):
+        if not _changes_scores(params):
             continue
         length = row.start + row.num_tokens
         if params.repetition_penalty != 1.0:
@@ -111,10 +122,13 @@ def collect_changes(
         tokens = completing_tokens(params.bad_words, seq.tokens, seq.prompt_len, length)
         if length - seq.prompt_len < params.min_tokens:
             tokens |= {*eos_token_ids, *params.stop_token_ids}
-        if tokens and not leaves_nothing(params, tokens):  # something has to be drawn
+        if seq.constraint is not None:
+            held_back[i] = tokens
+        elif tokens and not leaves_nothing(params, tokens):  # something has to be drawn
             banned.add(i, tokens, 0.0)
     packed = [kind.pack(staged) for kind in kinds]
     return ScoreChanges(
+        masks=collect_masks(rows, held_back, vocab_size, staged),
         repeated=packed[0],
         penalised=packed[1],
         biased=packed[2],
@@ -126,8 +140,9 @@ def collect_changes(
 def adjust(logits: torch.Tensor, changes: ScoreChanges) -> torch.Tensor:
     """The scores to choose from.
 
-    Repetition penalty first (as in transformers), then presence and frequency penalties, then biases, then the tokens that may
-    not be drawn: ends of a text that must still grow, and of words that are not wanted; and all that are not allowed.
+    The grammar first: what it forbids, nothing brings back. Then repetition penalty (as in transformers), then presence and
+    frequency penalties, then biases, then the tokens that may not be drawn: ends of a text that must still grow, and of words
+    that are not wanted; and all that are not allowed.
 
     Args:
         logits: `[num_rows, vocab]` float32; not changed.
@@ -138,7 +153,7 @@ def adjust(logits: torch.Tensor, changes: ScoreChanges) -> torch.Tensor:
     """
     if not changes:
         return logits
-    adjusted = logits.clone()
+    adjusted = logits.clone() if changes.masks is None else masked(logits, changes.masks)
     flat = adjusted.view(-1)
     if changes.repeated is not None:
         places, penalties = (item.tensor for item in changes.repeated)

@@ -143,17 +143,21 @@ class KvCacheManager:
         """Another sample of the computed prompt of `sequence`: shares its pages, goes on with its own first token."""
         self.blocks.share(sequence.blocks)
         sequence.shares_tail = True
-        return Sequence(
+        constraint = sequence.constraint
+        forked = Sequence(
             request=sequence.request,
             samples=(sample,),
-            tokens=[*sequence.tokens, token],
+            tokens=list(sequence.tokens),
             blocks=list(sequence.blocks),
             num_computed=sequence.num_computed,
             keys=list(sequence.keys),
             num_published=sequence.num_published,
             shares_tail=True,
             was_admitted=True,
+            constraint=None if constraint is None else constraint.fork(),
         )
+        forked.append(token)
+        return forked
 
     def publish(self, sequence: Sequence) -> None:
         """Lets later prompts find the pages that `sequence` has filled by now.

@@ -11,6 +11,7 @@ from baton.generation import FinishReason, Prompt, SamplingParams, SloTargets, T
 from baton.ids import BlockId, BlockKey, LegKind, SeqId
 from baton.pages import PageFetch
 from baton_engine.messages import AddRequest
+from baton_engine.ports import TokenConstraint
 
 
 class State(Enum):
@@ -42,6 +43,7 @@ class Request:
             not wanted, or no longer.
         has_kv: Of kind receive: whether the KV has come and decoding has started.
         deadline_s: When its first token is due; None without a target.
+        constraint: What its output must follow, before the first token that is drawn here; None for anything.
     """
 
     asked: AddRequest
@@ -52,6 +54,7 @@ class Request:
     scores: list[TokenLogprobs] | None = None
     has_kv: bool = False
     deadline_s: float | None = None
+    constraint: TokenConstraint | None = None
 
     @property
     def seq_id(self) -> SeqId:
@@ -88,7 +91,12 @@ class Request:
     def first_sequence(self) -> "Sequence":
         """The sequence that stands for all samples while they share the prompt."""
         prompt = self.prompt
-        return Sequence(request=self, samples=prompt.samples, tokens=list(prompt.tokens))
+        return Sequence(
+            request=self,
+            samples=prompt.samples,
+            tokens=list(prompt.tokens),
+            constraint=self.constraint,
+        )
 
     def finish_reason(self, token: int, length: int) -> FinishReason | None:
         """Why a sample ends with `token` as the last of its `length` tokens, or None when it goes on."""
@@ -118,6 +126,7 @@ class Sequence:
         shares_tail: Whether the last page may be referenced by a sibling that will write into it too.
         was_admitted: Whether it held pages before, so that its prefix is not counted twice.
         overtaken: How often one that came later had its turn while this one had none.
+        constraint: Which tokens may come next; None for any.
     """
 
     request: Request
@@ -135,6 +144,13 @@ class Sequence:
     shares_tail: bool = False
     was_admitted: bool = False
     overtaken: int = 0
+    constraint: TokenConstraint | None = None
+
+    def append(self, token: int) -> None:
+        """Its text goes on with `token`."""
+        self.tokens.append(token)
+        if self.constraint is not None:
+            self.constraint.accept(token)
 
     @property
     def seq_id(self) -> SeqId:
@@ -169,6 +185,8 @@ class Sequence:
     @property
     def counts_tokens(self) -> bool:
         """Whether the next token's scores depend on which tokens came before, apart from the model."""
+        if self.constraint is not None:
+            return True
         params = self.params
         penalises = bool(params.presence_penalty or params.frequency_penalty)
         return penalises or params.repetition_penalty != 1.0 or bool(params.bad_words)

@@ -39,7 +39,7 @@ from baton_engine.messages import (
     SeqEvent,
     Start,
 )
-from baton_engine.ports import KvSource
+from baton_engine.ports import KvSource, TokenConstraint
 from baton_engine.scheduling.in_flight import InFlightStep, InFlightSteps, plan_ahead
 from baton_engine.scheduling.kv_cache_manager import KvCacheManager
 from baton_engine.scheduling.limits import EngineLimits
@@ -135,12 +135,15 @@ class Scheduler:
         if self._cache.fetching is not None:
             self._cache.fetching.measured(plan, result, seconds)
 
-    def handle(self, command: Command, now_s: float) -> list[SeqEvent]:
+    def handle(
+        self, command: Command, now_s: float, constraint: TokenConstraint | None = None
+    ) -> list[SeqEvent]:
         """Takes one command; returns the events to emit at once.
 
         Args:
             command: What is asked.
             now_s: When it came, in monotonic seconds: deadlines count from here.
+            constraint: What the output of its prompt must follow, where that has a grammar.
 
         Raises:
             InvariantError: A step is in flight.
@@ -150,7 +153,7 @@ class Scheduler:
         self._queues.now_s = now_s
         match command:
             case Generate() | Prefill() | Receive():
-                return self._arrive(command)
+                return self._arrive(command, constraint)
             case Start():
                 return self._start(command)
             case Release() | Abort():
@@ -159,7 +162,7 @@ class Scheduler:
                 self._blocks.flush()
                 return []
 
-    def _arrive(self, asked: AddRequest) -> list[SeqEvent]:
+    def _arrive(self, asked: AddRequest, constraint: TokenConstraint | None) -> list[SeqEvent]:
         seq_id, kind, prompt = asked.seq_id, asked.kind, asked.prompt
         if (known := self._requests.get(seq_id)) is not None:
             # The two cannot be told apart by their events, so neither may go on.
@@ -180,6 +183,7 @@ class Scheduler:
             final_len=self._limits.final_len(prompt),
             scores=_no_scores_yet(prompt, kind),
             deadline_s=None if ttft_s is None else self._queues.now_s + ttft_s,
+            constraint=constraint,
         )
         self._arrivals += 1
         self._requests[seq_id] = request
@@ -188,7 +192,7 @@ class Scheduler:
 
     def _stop_ids(self, prompt: Prompt) -> frozenset[int]:
         sampling = prompt.sampling
-        eos_ids = frozenset() if sampling.ignore_eos else self._eos_ids
+        eos_ids = frozenset() if sampling.ignore_eos and not sampling.grammar else self._eos_ids
         return eos_ids.union(sampling.stop_token_ids)
 
     def _start(self, command: Start) -> list[SeqEvent]:
@@ -288,7 +292,7 @@ class Scheduler:
     def _append(self, sequence: Sequence, place: int, sampled: "_Columns") -> None:
         """The token at `place` of the step's is the next one of a running sequence."""
         token = sampled.drawn[place]
-        sequence.tokens.append(token)
+        sequence.append(token)
         finish = sequence.request.finish_reason(token, len(sequence.tokens))
         sampled.add(sequence, sequence.samples[0], place, finish)
         if finish is not None:
@@ -321,7 +325,7 @@ class Scheduler:
             return
         (sample, token), *others = going_on
         forks = [self._cache.fork(sequence, *other) for other in others]
-        sequence.tokens.append(token)
+        sequence.append(token)
         self._queues.move(sequence, State.RUNNING, samples=(sample,))
         for fork in forks:
             self._queues.add(fork, State.RUNNING)
@@ -331,14 +335,14 @@ class Scheduler:
         if `seq` has ended.
 
         What it read or wrote may be why: its pages are not kept, lest every later prompt that begins like it fails too. Not so
-        where pages could not be brought from elsewhere: those were never published.
+        where pages could not be brought from elsewhere: those were never published; nor where what was asked for is why.
         """
         request = self._requests.get(seq.seq_id)
         if request is None or all(sequence is not seq for sequence in request.sequences):
             return []
         texts = [sequence.blocks for sequence in request.sequences]
         events = self._end_with(request, error)
-        if not isinstance(error, TransferError):
+        if not isinstance(error, TransferError | InvalidRequestError):
             for blocks in texts:
                 self._blocks.discard(blocks)
         return events

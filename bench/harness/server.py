@@ -12,14 +12,24 @@ _READY = re.compile(r"ready on (http://\S+)")
 
 
 @contextmanager
-def serving(model: str, *flags: str, settings: Mapping[str, str] | None = None) -> Iterator[str]:
-    """A cluster serving `model` under the name `bench` on a free port; yields its URL. `settings` are variables of its
-    environment.
+def serving(
+    model: str,
+    *flags: str,
+    settings: Mapping[str, str] | None = None,
+    module: str = "baton_cluster.cli.main",
+) -> Iterator[str]:
+    """A cluster serving `model` under the name `bench` on a free port; yields its URL.
+
+    Args:
+        model: A directory.
+        flags: Of `baton serve`.
+        settings: Variables of its environment.
+        module: That of the command line.
 
     Raises:
         RuntimeError: It ended before it was ready; what it printed is in the message.
     """
-    command = [sys.executable, "-m", "baton_cluster.cli.main", "serve", model, "--port", "0"]
+    command = [sys.executable, "-m", module, "serve", model, "--port", "0"]
     command += ["--served-model-name", "bench", "--log-level", "warning", *flags]
     process = subprocess.Popen(
         command,

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.blocks import BlockReport, joined
 from baton.clock import MonotonicClock
-from baton.config.schema import RouterConfig
+from baton.config.schema import GrammarConfig, RouterConfig
 from baton.generation import WorkerLoad
 from baton.ids import BlockKey, Incarnation, RequestId, WorkerId, WorkerIdentity
 from baton.rpc.v1 import worker_pb2
@@ -21,6 +21,7 @@ from router.dispatch.events import ClientGone, LoadReported, StepTokens, WorkerJ
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
 from router.fakes.generator import FakeGenerator
+from router.generation.grammars import GrammarChecker
 from router.generation.model_catalog import ModelCatalog
 from router.generation.planner import RequestContext, RequestPlanner
 from router.generation.sampling import SamplingDefaults
@@ -80,6 +81,7 @@ class RouterCore:
             SloClasses(config.slo_classes),
             RouterMetrics(CollectorRegistry(), "bench"),
             SamplingDefaults(),
+            GrammarChecker(GrammarConfig(), (), CollectorRegistry()),
             timeout_s=config.request_timeout_s,
         )
         self._account = RequestAccount(

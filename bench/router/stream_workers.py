@@ -1,15 +1,17 @@
-"""Workers without an engine for `bench.router_stream`: `python -m bench.router.stream_workers DIRECTORY TOKENIZER STEP_MS DECODERS`.
+"""Workers without an engine for `bench.router_stream`: `python -m bench.router.stream_workers WAY DIRECTORY TOKENIZER STEP_MS DECODERS`.
 
-A prefill worker and some decode workers over real gRPC. A prompt is prefilled as soon as it arrives; each decode worker then takes
+A prefill worker and some decode workers over real gRPC, which print their addresses as a line of JSON once they serve. A prompt is prefilled as soon as it arrives; each decode worker then takes
 a step for all its sequences at fixed times, or late if the router has not taken the frame before. They do as little as can be per token,
 so that the benchmark reads what the router costs; `baton run simulated` runs a whole worker, which shares the cores with it.
 """
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 import grpc
@@ -20,7 +22,9 @@ from baton.ids import Incarnation, LayerName, Role, WorkerId, WorkerIdentity, Xf
 from baton.layout import KvLayout
 from baton.rpc.block_feed import HEARTBEAT_S
 from baton.rpc.channel import bind, new_server
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import WorkerHello, hello_to_proto
+from baton.rpc.identity import PeerRole, ProcessIdentity
 from baton.rpc.v1 import common_pb2, transfer_pb2, worker_pb2, worker_pb2_grpc
 
 TEXT = (
@@ -28,18 +32,29 @@ TEXT = (
     "the whole prompt at once; whoever decodes writes one word after another — patiently, and for everybody at once. "
 )
 
+SECRET = bytes(range(32))
+"""Of the cluster, where connections are TLS."""
+
 WorkerContext = grpc.aio.ServicerContext[worker_pb2.Command, worker_pb2.Frame]
 
 
-def addresses(directory: Path, decoders: int = 1) -> tuple[str, ...]:
-    """Where the prefill worker and the decode workers listen."""
-    return f"unix:{directory}/prefill", *(f"unix:{directory}/decode-{n}" for n in range(decoders))
+class Way(Enum):
+    """How router and workers reach each other. In the clear over TCP only these workers can, and no router but that of
+    `bench.router.plain_tcp`."""
+
+    UNIX = "unix"
+    PLAIN = "plain"
+    TLS = "tls"
 
 
-def hellos(
-    directory: Path, *, vocab_size: int, max_num_seqs: int
-) -> tuple[WorkerHello, WorkerHello]:
-    """What prefill and decode worker say of themselves."""
+def own_credentials(way: Way, role: PeerRole) -> ClusterCredentials | None:
+    """What a process shows its peers."""
+    if way is not Way.TLS:
+        return None
+    return ClusterCredentials(ProcessIdentity(role=role, name="bench"), SECRET)
+
+
+def _hello(role: Role, number: int, *, vocab_size: int, transfer_address: str) -> WorkerHello:
     layout = KvLayout(
         model_fingerprint="bench",
         dtype="float32",
@@ -48,66 +63,33 @@ def hellos(
         head_dim=8,
         layers=(LayerName("layers.0"),),
     )
-
-    def hello(role: Role, transfer_address: str) -> WorkerHello:
-        return WorkerHello(
-            identity=WorkerIdentity(
-                worker_id=WorkerId(f"{role.value}-0"), incarnation=Incarnation(1)
-            ),
-            role=role,
-            layout=layout,
-            max_model_len=8192,
-            vocab_size=vocab_size,
-            num_blocks=1 << 20,
-            max_num_seqs=max_num_seqs,
-            transfer_address=transfer_address,
-        )
-
-    return hello(Role.PREFILL, ""), hello(Role.DECODE, addresses(directory)[1])
+    return WorkerHello(
+        identity=WorkerIdentity(
+            worker_id=WorkerId(f"{role.value}-{number}"), incarnation=Incarnation(1)
+        ),
+        role=role,
+        layout=layout,
+        max_model_len=8192,
+        vocab_size=vocab_size,
+        num_blocks=1 << 20,
+        max_num_seqs=4096,
+        transfer_address=transfer_address,
+    )
 
 
-def first_token(
-    leg_id: int, token: int, *, queue_s: float = 0.0, prefill_s: float = 0.0
-) -> worker_pb2.Frame:
+def _first_token(leg_id: int, token: int) -> worker_pb2.Frame:
     """The frame of a prompt that is computed and handed off."""
     return worker_pb2.Frame(
         prefilled=[
-            worker_pb2.Prefilled(
-                leg_id=leg_id,
-                first_tokens=[common_pb2.SampledToken(token=token)],
-                queue_s=queue_s,
-                prefill_s=prefill_s,
-            )
+            worker_pb2.Prefilled(leg_id=leg_id, first_tokens=[common_pb2.SampledToken(token=token)])
         ],
         handed_off=[worker_pb2.HandedOff(leg_id=leg_id, blocks_sent=1, bytes_sent=1)],
     )
 
 
-def transfer_of(permit: common_pb2.Signed) -> XferId:
+def _transfer_of(permit: common_pb2.Signed) -> XferId:
     """The transfer that a router's permit is for; signatures are not checked here."""
     return XferId(transfer_pb2.Permit.FromString(permit.content).xfer_id)
-
-
-async def serve_prefill(
-    directory: Path, prefill: worker_pb2_grpc.WorkerServicer
-) -> grpc.aio.Server:
-    """Starts it; it serves for as long as what is returned is kept."""
-    server = new_server()
-    worker_pb2_grpc.add_WorkerServicer_to_server(prefill, server)
-    bind(server, addresses(directory)[0])
-    await server.start()
-    return server
-
-
-async def serve_decode(
-    directory: Path, decode: worker_pb2_grpc.WorkerServicer, number: int = 0
-) -> grpc.aio.Server:
-    """The same for the decode worker of that number."""
-    server = new_server()
-    worker_pb2_grpc.add_WorkerServicer_to_server(decode, server)
-    bind(server, addresses(directory, number + 1)[-1])
-    await server.start()
-    return server
 
 
 @dataclass(slots=True, eq=False)
@@ -182,8 +164,8 @@ class _Prefill(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         async for command in commands:
             if command.WhichOneof("command") == "prefill":
-                answers.put_nowait(first_token(command.prefill.request.leg_id, self._first_token))
-                xfer_id = transfer_of(command.prefill.permit)
+                answers.put_nowait(_first_token(command.prefill.request.leg_id, self._first_token))
+                xfer_id = _transfer_of(command.prefill.permit)
                 self._hand_offs.done(xfer_id)
 
 
@@ -228,7 +210,7 @@ class _Decode(worker_pb2_grpc.WorkerServicer):
                 self._batch.running.pop(command.cancel.leg_id, None)
             elif command.WhichOneof("command") == "receive":
                 request = command.receive.request
-                xfer_id = transfer_of(command.receive.permit)
+                xfer_id = _transfer_of(command.receive.permit)
                 sequence = _Sequence(request.leg_id, 1, request.sampling.max_tokens)
                 self._hand_offs.expect(xfer_id, sequence, self._batch)
 
@@ -253,25 +235,49 @@ class _Decode(worker_pb2_grpc.WorkerServicer):
         return frame
 
 
-async def _serve(directory: Path, tokenizer: Tokenizer, step_s: float, decoders: int) -> None:
+def _bound(way: Way, socket: Path) -> tuple[grpc.aio.Server, str]:
+    """A server, and its address: at `socket`, or at any free port."""
+    credentials = own_credentials(way, PeerRole.WORKER)
+    server = new_server(credentials)
+    match way:
+        case Way.UNIX:
+            return server, bind(server, f"unix:{socket}")
+        case Way.TLS:
+            return server, bind(server, "127.0.0.1:0", credentials)
+        case Way.PLAIN:
+            return server, f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+
+
+async def _serve(
+    way: Way, directory: Path, tokenizer: Tokenizer, step_s: float, decoders: int
+) -> None:
     text = tokenizer.encode(TEXT, add_special_tokens=False).ids
+    vocab_size = tokenizer.get_vocab_size()
     hand_offs = _HandOffs()
-    prefill, decode = hellos(directory, vocab_size=tokenizer.get_vocab_size(), max_num_seqs=4096)
-    servers = [await serve_prefill(directory, _Prefill(prefill, hand_offs, text[0]))]
+    server, address = _bound(way, directory / "prefill")
+    hello = _hello(Role.PREFILL, 0, vocab_size=vocab_size, transfer_address="")
+    worker_pb2_grpc.add_WorkerServicer_to_server(_Prefill(hello, hand_offs, text[0]), server)
+    servers, addresses = [server], [address]
     for number in range(decoders):
-        identity = replace(decode.identity, worker_id=WorkerId(f"decode-{number}"))
-        hello = replace(decode, identity=identity)
+        server, address = _bound(way, directory / f"decode-{number}")
+        hello = _hello(Role.DECODE, number, vocab_size=vocab_size, transfer_address=address)
         worker = _Decode(hello, hand_offs, text, step_s)
-        servers.append(await serve_decode(directory, worker, number))
+        worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
+        servers.append(server)
+        addresses.append(address)
+    for server in servers:
+        await server.start()
+    print(json.dumps(addresses), flush=True)
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
     uvloop.run(
         _serve(
-            Path(sys.argv[1]),
-            Tokenizer.from_file(sys.argv[2]),
-            float(sys.argv[3]) / 1e3,
-            int(sys.argv[4]),
+            Way(sys.argv[1]),
+            Path(sys.argv[2]),
+            Tokenizer.from_file(sys.argv[3]),
+            float(sys.argv[4]) / 1e3,
+            int(sys.argv[5]),
         )
     )

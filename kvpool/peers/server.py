@@ -16,6 +16,7 @@ from baton.errors import (
     TicketError,
 )
 from baton.ids import WorkerIdentity
+from baton.rpc.bounds import POOL
 from baton.rpc.channel import bind, new_server
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import identity_from_proto
@@ -175,7 +176,7 @@ class PeerServer(pool_pb2_grpc.PoolPeersServicer, transfer_pb2_grpc.TransferServ
         self._supplier: PeerRequestHandler | None = None
         self._inbound: PeerReceiver | None = None
         self._credentials = credentials
-        self._server = new_server(credentials)
+        self._server = new_server(credentials, POOL)
         pool_pb2_grpc.add_PoolPeersServicer_to_server(self, self._server)
         transfer_pb2_grpc.add_TransferServicer_to_server(self, self._server)
 

@@ -85,12 +85,12 @@ class MessageWriter:
     async def before(self, deltas: Sequence[Delta]) -> None:
         """Nothing."""
 
-    async def closing(self, timings: Sequence[Timing]) -> bytes:  # noqa: ARG002
+    async def closing(self, timings: Sequence[Timing]) -> list[bytes]:  # noqa: ARG002
         """The block and the message, both done."""
         assert self._last is not None
         stop = StopDelta(stop_reason=_stop_reason(self._last), stop_sequence=self._last.stop)
         ended = MessageDelta(delta=stop, usage=_usage(self._run))
-        return b"".join(map(model_event, (ContentBlockStop(), ended, MessageStop())))
+        return [model_event(event) for event in (ContentBlockStop(), ended, MessageStop())]
 
     def fault(self, error: BatonError) -> bytes:
         """An event with the error."""
@@ -100,12 +100,12 @@ class MessageWriter:
         self,
         choices: Sequence[Sequence[Delta]],
         timings: Sequence[Timing],  # noqa: ARG002  # no place for them here
-    ) -> bytes:
+    ) -> list[bytes]:
         """The message with its one block."""
         (deltas,) = choices
         text = TextContent(text="".join(delta.text for delta in deltas))
         reply = self._message([text], deltas[-1], _usage(self._run))
-        return reply.model_dump_json().encode()
+        return [reply.model_dump_json().encode()]
 
     def _message(
         self, content: list[TextContent], last: Delta | None, usage: MessageUsage

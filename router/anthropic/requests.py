@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from router.generation.answer_form import AnswerForm
 from router.generation.sampling import SamplingBody
 from router.http.fields import (
     MAX_MESSAGES,
@@ -72,11 +73,18 @@ class Thinking(BodyObject):
     type: Literal["disabled", "enabled", "adaptive"]
 
 
+class SchemaFormat(BodyObject):
+    """An answer that follows a JSON schema."""
+
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+
+
 class OutputConfig(BodyObject):
     """How much effort an answer is worth, and the form that it is to have."""
 
     effort: Name | None = None
-    format: JsonObject | None = None
+    format: SchemaFormat | None = None
 
 
 class RequestMetadata(BodyObject):
@@ -121,8 +129,8 @@ class ConversationBody(BodyObject):
         if self.thinking is not None:
             only("thinking", self.thinking.type, "disabled")
         check_template_arguments(self.chat_template_kwargs)
-        if self.output_config is not None and self.output_config != OutputConfig():
-            raise unsupported("output_config", "Neither effort nor format is served yet.")
+        if self.output_config is not None and self.output_config.effort is not None:
+            raise unsupported("output_config", "effort is not served yet.")
         return self
 
 
@@ -137,6 +145,17 @@ class MessagesRequest(ConversationBody, SamplingBody):
     stop: None = None
     stop_sequences: StopStrings | None = None
     metadata: RequestMetadata | None = None  # type: ignore[assignment]  # the protocols differ
+    output_format: SchemaFormat | None = None
+
+    @property
+    def form_asked(self) -> AnswerForm | None:
+        """The form of `output_config`, or of `output_format`, its older name."""
+        config, older = self.output_config, self.output_format
+        if config is not None and config.format is not None:
+            return AnswerForm(kind="json", value=config.format.schema_, param="output_config")
+        if older is not None:
+            return AnswerForm(kind="json", value=older.schema_, param="output_format")
+        return None
 
     @property
     def default_tokens(self) -> int | None:
@@ -147,6 +166,13 @@ class MessagesRequest(ConversationBody, SamplingBody):
     def stops(self) -> tuple[StopString, ...]:
         """The stop strings."""
         return tuple(self.stop_sequences or ())
+
+    @model_validator(mode="after")
+    def _check_message(self) -> Self:
+        config = self.output_config
+        if self.output_format is not None and config is not None and config.format is not None:
+            raise refusal("output_format", "Not together with output_config.")
+        return self
 
 
 class CountTokensRequest(ConversationBody, Body):

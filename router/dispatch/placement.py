@@ -8,19 +8,18 @@ from random import Random
 
 from msgspec.structs import replace
 
-from baton.blocks import joined
 from baton.generation import Prompt
-from baton.hashing import chain_keys, root_key
 from baton.ids import WorkerIdentity, XferId
 from baton.layout import KvLayout
 from kv_transfer.ticket import Permit, TicketOffice
 from router.admission.capacity import WorkerCapacity
 from router.dispatch.request import RequestState
 from router.ports import Timing
+from router.routing.chains import chain_of
 from router.routing.explanation import DecisionLog, Measured
 from router.routing.index import PrefixIndex
 from router.routing.policy import Demand, Pair, Policy, Unavailable
-from router.routing.table import Fingerprints, HeldBySlot, fingerprints_of
+from router.routing.table import Fingerprints, HeldBySlot
 from router.routing.view import ClusterView, WorkerView
 
 _SESSION_TOKENS = 64
@@ -234,10 +233,7 @@ class Placement:
 
     def _chain(self, request: RequestState, group: int, layout: KvLayout) -> Fingerprints:
         if group not in request.chains:
-            root = root_key(self._secret, scope=request.prompt.cache_scope, layout=layout)
-            tokens = request.prompt.prompt_tokens
-            keys = chain_keys(self._secret, root, tokens, layout.block_tokens)
-            request.chains[group] = fingerprints_of(joined(keys))
+            request.chains[group] = chain_of(self._secret, request.prompt, layout)
         return request.chains[group]
 
 

@@ -107,7 +107,7 @@ class RequestState:
         self.slo = asked.slo
         self.trace_parent = asked.trace_parent
         self.watch = Stopwatch(submitted_s=now_s)
-        self.chains: dict[int, Fingerprints] = {}
+        self.chains: dict[int, Fingerprints] = dict(asked.chains)
         """The prompt's blocks by layout group, hashed once."""
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         """What goes to the client with the next tokens; a prompt is scored once."""

@@ -3,7 +3,7 @@ choices.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -19,6 +19,9 @@ from router.text.stop_strings import StopStrings, StopWatch
 from router.text.token_bytes import TokenDecoder
 
 _Item = TypeVar("_Item")
+
+_BEGUN_AT_ONCE = 8
+"""Generations of one request that are begun before the event loop runs again: to admit and place one takes up to a millisecond."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +131,14 @@ class Choice:
 def token_ids(deltas: Sequence[Delta]) -> list[int]:
     """Ids of all tokens of one choice, those without visible text included."""
     return [token for delta in deltas for token in delta.tokens]
+
+
+def take_logged(deltas: Sequence[Delta]) -> Iterator[LoggedToken]:
+    """The tokens with log-probabilities of one choice; the deltas give them up one after the other, so that they are not all freed at
+    once at the end."""
+    for delta in deltas:
+        logged, delta.logged = delta.logged, []
+        yield from logged
 
 
 class GenerationRun:
@@ -263,8 +274,12 @@ async def merged(sources: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerat
 
     Closing it, or a fault of one source, closes every source.
     """
-    waiting = {asyncio.ensure_future(_next(source)): source for source in sources}
+    waiting: dict[asyncio.Future[tuple[_Item, ...]], AsyncGenerator[_Item, None]] = {}
     try:
+        for number, source in enumerate(sources):
+            waiting[asyncio.ensure_future(_next(source))] = source
+            if number % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
+                await asyncio.sleep(0)
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

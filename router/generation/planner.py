@@ -15,6 +15,7 @@ from baton.generation import Prompt
 from baton.hashing import narrow_scope
 from baton.ids import RequestId, new_request_id
 from baton.tokens import PackedTokens
+from router.generation.grammars import GrammarChecker
 from router.generation.model_catalog import ModelCatalog
 from router.generation.model_limits import check_vocabulary
 from router.generation.sampling import SamplingBody, SamplingDefaults, sampling_params
@@ -38,6 +39,7 @@ class RequestContext:
         created: When it was taken, Unix time; every reply and every chunk says it.
         slo: The class that it is served in.
         model: What the workers hold.
+        grammar: What the answer must follow; empty for anything.
     """
 
     account: RequestAccount
@@ -45,6 +47,7 @@ class RequestContext:
     created: int
     slo: Slo
     model: ServedModel
+    grammar: str = ""
 
 
 class RequestPlanner:
@@ -56,6 +59,7 @@ class RequestPlanner:
         slo_classes: The classes of service.
         metrics: Counts refusals.
         defaults: How tokens are drawn where a request says nothing.
+        grammars: Checks the forms of answers.
         timeout_s: Deadline of a request.
     """
 
@@ -66,6 +70,7 @@ class RequestPlanner:
         slo_classes: SloClasses,
         metrics: RouterMetrics,
         defaults: SamplingDefaults,
+        grammars: GrammarChecker,
         *,
         timeout_s: float,
     ) -> None:
@@ -74,6 +79,7 @@ class RequestPlanner:
         self._slo_classes = slo_classes
         self._metrics = metrics
         self._defaults = defaults
+        self._grammars = grammars
         self._timeout_s = timeout_s
 
     async def accept(self, request: Request, body: SamplingBody, id_prefix: str) -> RequestContext:
@@ -82,7 +88,7 @@ class RequestPlanner:
 
         Raises:
             ModelNotFoundError: The model is unknown, or not for this tenant.
-            InvalidRequestError: The tier is not for this tenant.
+            InvalidRequestError: The tier is not for this tenant, or no answer can have the form that is asked for.
             RateLimitedError: The tenant has no tokens left.
             OverloadedError: Too many are waiting.
             UnavailableError: No worker has said in time what it holds, or the router stops.
@@ -96,12 +102,14 @@ class RequestPlanner:
             wanted = body.default_tokens if body.asked_tokens is None else body.asked_tokens
             account.require_tokens(_prompt_tokens(request), wanted)
             self._generator.check_capacity(account.tenant, slo)
+            grammar = await self._grammars.text_of(body.answer_form, account.tenant.tenant_id)
         return RequestContext(
             account=account,
             request_id=new_request_id(id_prefix),
             created=int(time.time()),
             slo=slo,
             model=await self._catalog.require_model(),
+            grammar=grammar,
         )
 
     def plan(
@@ -151,7 +159,12 @@ class RequestPlanner:
         if not tokens:
             raise InvalidRequestError("The prompt has no tokens.", param=body.prompt_field)
         sampling = sampling_params(
-            body, self._defaults, model, prompt_tokens=len(tokens), bad_words=bad_words
+            body,
+            self._defaults,
+            model,
+            prompt_tokens=len(tokens),
+            bad_words=bad_words,
+            grammar=context.grammar,
         )
         packed = PackedTokens.of(tokens)
         check_vocabulary(packed, model, body.prompt_field)

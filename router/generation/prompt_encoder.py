@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.errors import InvalidRequestError, UnsupportedParameterError
+from baton.tokens import PackedTokens
 from router.generation.guardrails import checked_messages, checked_prompts
 from router.generation.model_limits import check_messages, check_text, check_vocabulary
 from router.generation.planner import RequestContext
@@ -36,7 +37,7 @@ class PromptEncoder:
 
     async def of_conversation(
         self, conversation: Conversation, context: RequestContext
-    ) -> list[int]:
+    ) -> PackedTokens:
         """Those of a conversation.
 
         Raises:
@@ -50,7 +51,7 @@ class PromptEncoder:
         )
         return await self.count(replace(conversation, messages=passed), context.model)
 
-    async def count(self, conversation: Conversation, model: ServedModel) -> list[int]:
+    async def count(self, conversation: Conversation, model: ServedModel) -> PackedTokens:
         """The same without guardrails, to count or show them: nothing is generated.
 
         Raises:
@@ -87,7 +88,7 @@ class PromptEncoder:
 
     async def of_infill(
         self, prompt: str, suffix: str, context: RequestContext, *, add_special_tokens: bool
-    ) -> list[int]:
+    ) -> PackedTokens:
         """Those that ask for what stands between `prompt` and `suffix`.
 
         Raises:
@@ -106,8 +107,10 @@ class PromptEncoder:
             )
         begin = await self._tokenizer.encode("", add_special_tokens=add_special_tokens)
         before_ids = await self._tokenizer.encode(before, add_special_tokens=False)
-        after_ids = await self._tokenizer.encode(after, add_special_tokens=False)
-        return [*begin, marks[0], *before_ids, marks[1], *after_ids, marks[2]]
+        after_ids = await self._tokenizer.encode(after, add_special_tokens=False, param="suffix")
+        prefix, suffix_mark, middle = (PackedTokens.of((mark,)) for mark in marks)
+        parts = (begin, prefix, before_ids, suffix_mark, after_ids, middle)
+        return PackedTokens(b"".join(part.packed for part in parts))
 
     async def of_bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Those that an answer must not hold: of each word at the beginning of a text, and of the word behind a space.

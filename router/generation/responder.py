@@ -1,5 +1,6 @@
 """From what was planned to the HTTP reply, streamed or whole: what all endpoints that generate have in common."""
 
+import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -18,7 +19,13 @@ from router.generation.guardrails import checked_deltas
 from router.generation.sampling import SamplingBody
 from router.guardrails.chain import GuardChain
 from router.http.account import RequestAccount
-from router.http.streaming import ClientGoneError, EventStream, while_connected
+from router.http.streaming import (
+    ClientGoneError,
+    EventStream,
+    json_reply,
+    portions,
+    while_connected,
+)
 from router.ports import GenerationRequest, Generator, Timing
 from router.routing.explanation import DecisionLog
 from router.telemetry.explain import EXPLAIN_HEADER, EXPLANATION_HEADER, explanations_json
@@ -31,8 +38,8 @@ TRACE_HEADER = "traceparent"
 TIMING_HEADER = "x-baton-timing"
 SESSION_HEADER = "x-baton-session"
 MAX_SESSION_NAME = 256
-_LOGGED_AT_ONCE = 16
-"""Deltas with log-probabilities that are written in one go."""
+_LOGGED_AT_ONCE = 64
+"""Tokens with log-probabilities, each perhaps with those of twenty others, that are written before the event loop runs again."""
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a reply whose client has gone; it only shows in metrics."""
@@ -50,14 +57,18 @@ class ReplyWriter(Protocol):
     def piece(self, delta: Delta) -> bytes:
         """The event or events for one delta."""
 
-    async def closing(self, timings: Sequence[Timing]) -> bytes:
-        """What a stream ends with; there are timings only where the client asked for them."""
+    async def closing(self, timings: Sequence[Timing]) -> list[bytes]:
+        """What a stream ends with, in pieces; there are timings only where the client asked for them."""
 
     def fault(self, error: BatonError) -> bytes:
         """What a stream ends with that has begun and cannot go on."""
 
-    async def whole(self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]) -> bytes:
-        """The JSON of the reply that is not streamed, written with turns for others; `choices` holds the deltas of each, in order."""
+    async def whole(
+        self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]
+    ) -> list[bytes]:
+        """The JSON of the reply that is not streamed, in pieces, written with turns for others; `choices` holds the deltas of each,
+        in order, and their log-probabilities only until they are written.
+        """
 
 
 class Responder:
@@ -165,7 +176,7 @@ class Responder:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         reply = await writer.whole(choices, _timings(runs) if with_timing else [])
         headers = {} if explain is None else {EXPLANATION_HEADER: explain().decode()}
-        return Response(reply, headers=headers, media_type="application/json")
+        return json_reply(reply, headers)
 
     def _span(self, request: Request, account: RequestAccount) -> RequestSpan:
         return RequestSpan(
@@ -203,20 +214,46 @@ async def _pieces(
             if head is None:
                 head = writer.opening()
             await writer.before(batch)
-            for some in _in_turns(batch):
-                yield head + b"".join([writer.piece(delta) for delta in some])
+            parts = _parts(batch)
+            for part in parts:
+                yield head + b"".join([writer.piece(delta) for delta in part])
                 head = b""
+                if len(parts) > 1:
+                    await asyncio.sleep(0)
     comment = b"" if explain is None else b": baton-explain " + explain() + b"\n\n"
-    yield comment + await writer.closing(_timings(runs) if with_timing else [])
+    closing = await writer.closing(_timings(runs) if with_timing else [])
+    for portion in portions([comment, *closing]):
+        yield portion
+        await asyncio.sleep(0)
 
 
-def _in_turns(batch: list[Delta]) -> Iterator[list[Delta]]:
-    """The deltas of a batch; some at a time where they have many log-probabilities, and what is written of one is sent first."""
-    if len(batch) == 1 or not batch[0].logged:  # nearly always
-        yield batch
-        return
-    for begin in range(0, len(batch), _LOGGED_AT_ONCE):
-        yield batch[begin : begin + _LOGGED_AT_ONCE]
+def _parts(batch: list[Delta]) -> list[list[Delta]]:
+    """The deltas of a batch in parts that are written one after the other, cut where they have many tokens with log-probabilities."""
+    if sum([len(delta.logged) for delta in batch]) <= _LOGGED_AT_ONCE:  # nearly always
+        return [batch]
+    parts: list[list[Delta]] = [[]]
+    room = _LOGGED_AT_ONCE
+    for delta in batch:
+        for piece in _cut(delta):
+            if len(piece.logged) > room:
+                parts.append([])
+                room = _LOGGED_AT_ONCE
+            parts[-1].append(piece)
+            room -= len(piece.logged)
+    return parts
+
+
+def _cut(delta: Delta) -> Iterator[Delta]:
+    """What a choice gained as several deltas, if it is much: the text with the first of its tokens, its end with the last."""
+    text, last = delta.text, max(1, len(delta.logged)) - 1
+    for begin in range(0, last + 1, _LOGGED_AT_ONCE):
+        end = begin + _LOGGED_AT_ONCE
+        if end > last:
+            rest = delta.tokens[begin:], delta.logged[begin:]
+            yield Delta(delta.index, text, *rest, delta.finish, delta.stop)
+        else:
+            yield Delta(delta.index, text, delta.tokens[begin:end], delta.logged[begin:end])
+        text = ""
 
 
 def _deltas(runs: Sequence[GenerationRun]) -> AsyncGenerator[list[Delta], None]:

@@ -4,6 +4,7 @@ import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
@@ -13,13 +14,16 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
 from baton.generation import SamplingParams
 from baton.tokens import PackedTokens
+from router.generation.answer_form import AnswerForm, Choices, StructuredOutputs
 from router.generation.model_limits import check_vocabulary
 from router.http.fields import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
+    MAX_STREAM_INTERVAL,
     BadWords,
     Body,
+    JsonObject,
     Metadata,
     Name,
     StopString,
@@ -39,7 +43,7 @@ class SamplingBody(Body):
 
     model: str | None = None
     stream: bool | None = None
-    stream_interval: int | None = Field(None, ge=1, lt=2**31)
+    stream_interval: int | None = Field(None, ge=1, le=MAX_STREAM_INTERVAL)
     stop: StopString | StopStrings | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -67,6 +71,32 @@ class SamplingBody(Body):
     session_id: Name | None = None
     metadata: Metadata | None = None
     service_tier: str | None = Field(None, min_length=1, max_length=64)
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def form_asked(self) -> AnswerForm | None:
+        """The form that the answer is to have by the field of this API; None for plain text."""
+        return None
+
+    @property
+    def answer_form(self) -> AnswerForm | None:
+        """The form that the answer is to have, by whichever field."""
+        forms = self._forms()
+        return forms[0] if forms else None
+
+    def _forms(self) -> list[AnswerForm]:
+        forms = [] if self.form_asked is None else [self.form_asked]
+        if self.structured_outputs is not None:
+            forms += self.structured_outputs.forms()
+        for kind in ("json", "regex", "choice", "grammar"):
+            value = getattr(self, f"guided_{kind}")
+            if value is not None:
+                forms.append(AnswerForm(kind=kind, value=value, param=f"guided_{kind}"))
+        return forms
 
     @property
     def prompt_field(self) -> str:
@@ -113,6 +143,11 @@ class SamplingBody(Body):
         """The tier that the reply names; `auto` leaves the choice to the server and gets the default."""
         return "default" if self.service_tier == "auto" else self.service_tier
 
+    @cached_property
+    def allowed(self) -> PackedTokens:
+        """`allowed_token_ids`, each once and ascending; empty for all."""
+        return PackedTokens.of(sorted(set(self.allowed_token_ids or ())))
+
     @property
     def biases(self) -> dict[int, float]:
         """`logit_bias` by token id. A bias of 0 has no effect, on any token."""
@@ -123,6 +158,11 @@ class SamplingBody(Body):
         for token, bias in (self.logit_bias or {}).items():
             if bias and not (token.isascii() and token.isdecimal() and len(token) < 11):
                 raise refusal("logit_bias", f"{token[:20]!r} is not a token id.")
+        forms = self._forms()
+        if len(forms) > 1:
+            raise refusal(forms[1].param, f"Not together with {forms[0].param}.")
+        if forms and self.allowed_token_ids:
+            raise refusal("allowed_token_ids", f"Not together with {forms[0].param}.")
         if self.truncate_prompt_tokens == 0:
             raise refusal("truncate_prompt_tokens", "Leaves nothing of the prompt.")
         return self
@@ -164,6 +204,7 @@ def sampling_params(
     *,
     prompt_tokens: int,
     bad_words: Sequence[tuple[int, ...]] = (),
+    grammar: str = "",
 ) -> SamplingParams:
     """The engine's parameters. A request without a seed gets one here, so that every retry draws the same tokens.
 
@@ -179,10 +220,9 @@ def sampling_params(
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_vocabulary(logit_bias, model, "logit_bias")
     check_vocabulary(stop_token_ids, model, "stop_token_ids")
-    allowed = PackedTokens.of(sorted(set(body.allowed_token_ids or ())))
-    check_vocabulary(allowed, model, "allowed_token_ids")
-    banned = {last for *first, last in bad_words if not first}
-    if allowed and banned.issuperset(allowed):
+    check_vocabulary(body.allowed, model, "allowed_token_ids")
+    banned = {word[0] for word in bad_words if len(word) == 1}
+    if 0 < len(body.allowed) <= len(banned) and banned.issuperset(body.allowed):
         raise InvalidRequestError(
             "bad_words: none of allowed_token_ids is left.", param="bad_words"
         )
@@ -209,8 +249,9 @@ def sampling_params(
         max_tokens=max(1, max_tokens),
         min_tokens=min_tokens,
         ignore_eos=bool(body.ignore_eos),
-        allowed_token_ids=allowed,
+        allowed_token_ids=body.allowed,
         bad_words=tuple(bad_words),
+        grammar=grammar,
     )
 
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from baton.errors import CancelledByPeerError, PayloadTooLargeError
+from baton.errors import CancelledByPeerError, PayloadTooLargeError, RequestTimeoutError
 from router.http.account import account_of
 from router.http.errors import from_validation
 from router.http.fields import Body
@@ -23,10 +23,12 @@ class BodyReader:
 
     Args:
         max_bytes: Larger ones are refused; their rest is not read.
+        timeout_s: How long one may take to come.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, timeout_s: float) -> None:
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
         self._large = asyncio.Lock()
 
     async def read(self, request: Request, schema: type[_Body]) -> _Body:
@@ -35,6 +37,7 @@ class BodyReader:
 
         Raises:
             PayloadTooLargeError: It is too large.
+            RequestTimeoutError: It does not come in time.
             InvalidRequestError: Not JSON, or not what `schema` allows.
         """
         body = await self.parse(await self.read_bytes(request), schema)
@@ -57,6 +60,7 @@ class BodyReader:
 
         Raises:
             PayloadTooLargeError: It is too large; the rest is not read.
+            RequestTimeoutError: It does not come in time; likewise.
         """
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and (
@@ -66,11 +70,16 @@ class BodyReader:
         chunks: list[bytes] = []
         size = 0
         try:
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > self._max_bytes:
-                    raise _too_large(self._max_bytes)
-                chunks.append(chunk)
+            async with asyncio.timeout(self._timeout_s):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > self._max_bytes:
+                        raise _too_large(self._max_bytes)
+                    chunks.append(chunk)
+        except TimeoutError as error:
+            raise RequestTimeoutError(
+                f"The request body did not come within {self._timeout_s:g} seconds."
+            ) from error
         except ClientDisconnect as error:
             raise CancelledByPeerError("The client left while it sent its request.") from error
         raw = b"".join(chunks)

@@ -59,6 +59,8 @@ def error_response(error: BatonError, path: str = "") -> Response:
     headers = {}
     if row.http in (429, 503) and (row.retryable or isinstance(error, OverloadedError)):
         headers["Retry-After"] = str(ceil(error.retry_after_s or RETRY_AFTER_S))
+    if row.http == 408:
+        headers["Connection"] = "close"  # what is left of the request is not waited for
     if row.http == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(error_body(error, path), row.http, headers, media_type=_JSON)
@@ -175,6 +177,7 @@ _ANTHROPIC_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",

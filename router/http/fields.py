@@ -19,6 +19,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 512
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+MAX_STREAM_INTERVAL = 256
+"""Tokens of one chunk, which is written in one go, with the log-probabilities of all."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ALLOWED_TOKEN_IDS = 8192
 """Each costs something in every step of the engine."""

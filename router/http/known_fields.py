@@ -76,7 +76,8 @@ def _idle(obeyed: Collection[Api] = frozenset()) -> KnownField:
     return KnownField(obeyed=obeyed, idle=frozenset(EVERYWHERE) - set(obeyed))
 
 
-_FORMS = "forms other than text"
+_FORMS = "schemas with keywords that no answer can be held to; tags by `format`"
+_SCHEMAS = "schemas with keywords that no answer can be held to"
 _TOOLS = "tools that may be called: only with `tool_choice` none"
 _CALLS = "choices other than none and auto"
 
@@ -120,7 +121,7 @@ FIELDS: Mapping[str, KnownField] = {
     "stream_options": _about_output(
         CHAT | COMPLETIONS, idle=RESPONSES | MESSAGES, limits="without `stream`"
     ),
-    "text": _about_output(RESPONSES, {}, {"format": {"type": "text"}}, limits=_FORMS),
+    "text": _about_output(RESPONSES, {}, {"format": {"type": "text"}}, limits=_SCHEMAS),
     "top_logprobs": _about_output(CHAT | RESPONSES, 0),
     # The class of service, and what the prefix cache shares.
     "cache_salt": _about_output(GENERATING),
@@ -139,7 +140,7 @@ FIELDS: Mapping[str, KnownField] = {
     "input": _about_prompt(RESPONSES),
     "instructions": _about_prompt(RESPONSES, ""),
     "messages": _about_prompt(CHAT | MESSAGES | COUNT_TOKENS | TOKENIZE),
-    "output_config": _about_prompt(MESSAGES | COUNT_TOKENS, {}, limits="effort and format"),
+    "output_config": _about_prompt(MESSAGES | COUNT_TOKENS, {}, limits="effort; schemas with keywords that no answer can be held to"),
     "prompt": _about_prompt(COMPLETIONS | TOKENIZE),
     "reasoning": _about_prompt(RESPONSES, {}, limits="modes other than standard"),
     "reasoning_effort": _about_prompt(CHAT),
@@ -190,11 +191,11 @@ FIELDS: Mapping[str, KnownField] = {
     "ec_transfer_params": _refused(NO_MEDIA, {}),
     "enable_response_messages": _refused("Token ids are answered by other endpoints.", False),
     "fallbacks": _refused("One model is served.", []),
-    "guided_choice": _refused("It needs constrained decoding, which is not served yet."),
-    "guided_decoding_backend": _refused("It needs constrained decoding, which is not served yet."),
-    "guided_grammar": _refused("It needs constrained decoding, which is not served yet."),
-    "guided_json": _refused("It needs constrained decoding, which is not served yet."),
-    "guided_regex": _refused("It needs constrained decoding, which is not served yet."),
+    "guided_choice": _about_output(GENERATING),
+    "guided_decoding_backend": _refused("Grammars are enforced by llguidance alone.", "auto", "guidance"),
+    "guided_grammar": _about_output(GENERATING),
+    "guided_json": _about_output(GENERATING, limits=_SCHEMAS),
+    "guided_regex": _about_output(GENERATING),
     "include_reasoning": _refused("Reasoning is not told apart from the answer.", True),
     "inference_geo": _refused("The workers are where they are.", "global"),
     "kv_transfer_params": _refused("Workers find each other, and hand KV over, by themselves.", {}),
@@ -204,7 +205,7 @@ FIELDS: Mapping[str, KnownField] = {
     "mcp_servers": _refused("Tools are called by clients, not by this server.", []),
     "media_io_kwargs": _refused(NO_MEDIA, {}),
     "mm_processor_kwargs": _refused(NO_MEDIA, {}),
-    "output_format": _refused("It needs constrained decoding, which is not served yet."),
+    "output_format": _about_output(MESSAGES, limits=_SCHEMAS),
     "previous_input_messages": _refused(NOT_STORED, []),
     "previous_response_id": _refused(NOT_STORED),
     "prompt_embeds": _refused("Prompts are texts or token ids."),
@@ -214,7 +215,7 @@ FIELDS: Mapping[str, KnownField] = {
     "routed_experts_prompt_start": _refused("Which experts computed a token is not told.", 0),
     "spaces_between_special_tokens": _refused("No spaces are put between special tokens.", True),
     "speed": _refused("There is one speed.", "standard"),
-    "structured_outputs": _refused("It needs constrained decoding, which is not served yet."),
+    "structured_outputs": _about_output(GENERATING, limits=_FORMS),
     "thinking_token_budget": _refused("Reasoning is not told apart from the answer."),
     "use_beam_search": _refused("Beam search is not served.", False),
     "vllm_xargs": _refused("There are no extensions of vLLM's here.", {}),

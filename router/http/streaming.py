@@ -1,7 +1,15 @@
 """The client at the other end: whether it is still connected, and server-sent events to it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from itertools import islice
 from typing import Any, TypeVar
@@ -112,6 +120,71 @@ class EventStream(Response):
         _log.warning("a stream ended early", code=error.code, why=error.message)
         event = self._fault(error)
         await send({"type": "http.response.body", "body": event, "more_body": True})
+
+
+CUT = b"\0"
+"""Stands in JSON that is written in advance for what is filled in later: JSON never holds this byte."""
+
+_SENT_AT_ONCE = 64 * 1024
+"""Bytes of a large reply that are sent before the event loop runs again."""
+
+
+def json_reply(pieces: Sequence[bytes], headers: Mapping[str, str] | None = None) -> Response:
+    """JSON in pieces, as a reply."""
+    if sum(map(len, pieces)) <= _SENT_AT_ONCE:
+        return Response(b"".join(pieces), headers=headers, media_type="application/json")
+    return LargeReply(pieces, headers)
+
+
+class LargeReply(Response):
+    """JSON in pieces. Some bytes are sent at a time, no other copy is made of it, and a client that reads slowly makes `send` wait."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(headers=headers)
+        self._pieces = pieces
+        self.headers["content-length"] = str(sum(map(len, pieces)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """Sends the reply."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for portion in portions(self._pieces):
+            await send({"type": "http.response.body", "body": portion, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def portions(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The bytes of `pieces`, as many at a time as may be sent before the event loop runs again."""
+    some: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        for begin in range(0, len(piece), _SENT_AT_ONCE):
+            some.append(piece[begin : begin + _SENT_AT_ONCE])
+            size += len(some[-1])
+            if size >= _SENT_AT_ONCE:
+                yield b"".join(some)
+                some, size = [], 0
+    if some:
+        yield b"".join(some)
+
+
+class Filling:
+    """JSON values that may be large, each made before the text around it and never copied into that."""
+
+    def __init__(self) -> None:
+        self._values: list[bytes] = []
+
+    def place(self, value: bytes) -> msgspec.Raw:
+        """Stands for `value` where the text is written."""
+        self._values.append(value)
+        return msgspec.Raw(b"%b%d%b" % (CUT, len(self._values) - 1, CUT))
+
+    def filled(self, json: bytes) -> list[bytes]:
+        """The pieces of `json` with the values in their places."""
+        parts = json.split(CUT)
+        return [self._values[int(part)] if i % 2 else part for i, part in enumerate(parts)]
 
 
 def named_event(kind: str, data: bytes) -> bytes:

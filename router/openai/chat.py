@@ -5,12 +5,11 @@ from collections.abc import Sequence
 import msgspec
 
 from baton.errors import BatonError, InvalidRequestError
-from router.generation.generation_run import Delta, GenerationRun, token_ids
+from router.generation.generation_run import Delta, GenerationRun, take_logged, token_ids
 from router.generation.planner import RequestContext
 from router.http.fields import MAX_REPEATED
-from router.http.streaming import fault_event, json_array
+from router.http.streaming import CUT, Filling, fault_event, json_array
 from router.openai.chunks import (
-    CUT,
     IDS_AT_ONCE,
     Chunks,
     TextEvents,
@@ -87,15 +86,17 @@ class ChatWriter:
     async def before(self, deltas: Sequence[Delta]) -> None:
         """Nothing."""
 
-    async def closing(self, timings: Sequence[Timing]) -> bytes:
+    async def closing(self, timings: Sequence[Timing]) -> list[bytes]:
         """As every stream of chunks."""
-        return self._chunks.end(timings)
+        return [self._chunks.end(timings)]
 
     def fault(self, error: BatonError) -> bytes:
         """An event with the error."""
         return fault_event(error)
 
-    async def whole(self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]) -> bytes:
+    async def whole(
+        self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]
+    ) -> list[bytes]:
         """The reply with every choice's whole message."""
         reply = ChatCompletion(
             id=self._context.request_id,
@@ -106,22 +107,24 @@ class ChatWriter:
             service_tier=self._body.served_tier,
             baton=timings[0] if timings else None,
         ).model_dump()
+        large, count = Filling(), self._body.num_logprobs
         for choice, deltas in zip(reply["choices"], choices, strict=True):
-            choice["logprobs"] = await self._logprobs(deltas)
+            if count is not None:
+                choice["logprobs"] = large.place(await self._logprobs(deltas, count))
         if self._with_tokens:
             tokens = self._run.request.prompt.prompt_tokens
-            reply["prompt_token_ids"] = msgspec.Raw(await json_array(tokens, IDS_AT_ONCE))
+            reply["prompt_token_ids"] = large.place(await json_array(tokens, IDS_AT_ONCE))
         scores = await self._prompt_scores()
         if scores is not None:
-            reply["prompt_logprobs"] = scores
-        return msgspec.json.encode(reply)
+            reply["prompt_logprobs"] = large.place(scores)
+        return large.filled(msgspec.json.encode(reply))
 
-    async def _prompt_scores(self) -> msgspec.Raw | None:
+    async def _prompt_scores(self) -> bytes | None:
         count, scores = self._body.num_prompt_logprobs, self._run.prompt_logprobs
         if count is None or scores is None:
             return None
         tokens = self._run.request.prompt.prompt_tokens
-        return msgspec.Raw(await prompt_scores(tokens, scores, count, self._pieces))
+        return await prompt_scores(tokens, scores, count, self._pieces)
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
         finish = deltas[-1].finish
@@ -133,13 +136,11 @@ class ChatWriter:
             token_ids=token_ids(deltas) if self._with_tokens else None,
         )
 
-    async def _logprobs(self, deltas: Sequence[Delta]) -> msgspec.Raw | None:
-        count = self._body.num_logprobs
-        if count is None:
-            return None
-        logged = (token for delta in deltas for token in delta.logged)
-        content = await chat_logprobs(logged, count, self._pieces, by_id=self._names_by_id)
-        return msgspec.Raw(_LOGPROBS % content)
+    async def _logprobs(self, deltas: Sequence[Delta], count: int) -> bytes:
+        content = await chat_logprobs(
+            take_logged(deltas), count, self._pieces, by_id=self._names_by_id
+        )
+        return _LOGPROBS % content
 
     def _logprobs_json(self, delta: Delta) -> bytes:
         count = self._body.num_logprobs

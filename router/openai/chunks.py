@@ -6,6 +6,7 @@ import msgspec
 
 from router.generation.generation_run import Delta, GenerationRun
 from router.generation.planner import RequestContext
+from router.http.streaming import CUT
 from router.openai.replies import Usage, usage_of
 from router.openai.requests import GenerationBody
 from router.ports import Timing
@@ -72,10 +73,6 @@ def prompt_ids_field(run: GenerationRun) -> bytes:
 
 def _usage_tail(usage: Usage) -> bytes:
     return b',"usage":' + usage.model_dump_json().encode() + b"}\n\n"
-
-
-CUT = b"\0"
-"""Stands for the text while an event is written in advance: JSON never holds this byte."""
 
 
 class TextEvents:

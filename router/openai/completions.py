@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from baton.errors import BatonError, InvalidRequestError
 from baton.tokens import PackedTokens
-from router.generation.generation_run import Delta, GenerationRun, token_ids
+from router.generation.generation_run import Delta, GenerationRun, take_logged, token_ids
 from router.generation.planner import RequestContext, RequestPlanner
 from router.generation.prompt_encoder import PromptEncoder
 from router.generation.responder import Responder
@@ -18,8 +18,8 @@ from router.http.account import account_of
 from router.http.body import LARGE_BYTES, BodyReader, parse_body
 from router.http.fields import MAX_REPEATED
 from router.http.large_body import token_array
-from router.http.streaming import fault_event, json_array
-from router.openai.chunks import CUT, IDS_AT_ONCE, Chunks, TextEvents, token_ids_field
+from router.http.streaming import CUT, Filling, fault_event, json_array
+from router.openai.chunks import IDS_AT_ONCE, Chunks, TextEvents, token_ids_field
 from router.openai.logprobs import (
     CompletionColumns,
     Echo,
@@ -27,6 +27,7 @@ from router.openai.logprobs import (
     completion_logprobs,
     echo_logprobs,
     echo_of,
+    joined,
     prompt_scores,
     token_id_name,
 )
@@ -230,15 +231,17 @@ class CompletionWriter:
         choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}'
         return self._chunks.chunk(choice % (index, text, logprobs, finish, more))
 
-    async def closing(self, timings: Sequence[Timing]) -> bytes:
+    async def closing(self, timings: Sequence[Timing]) -> list[bytes]:
         """As every stream of chunks."""
-        return self._chunks.end(timings)
+        return [self._chunks.end(timings)]
 
     def fault(self, error: BatonError) -> bytes:
         """An event with the error."""
         return fault_event(error)
 
-    async def whole(self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]) -> bytes:
+    async def whole(
+        self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]
+    ) -> list[bytes]:
         """The reply with every choice's whole text."""
         several = list(timings) if len(timings) > 1 else None
         best = self._best(choices)
@@ -252,14 +255,17 @@ class CompletionWriter:
             usage=usage_of(self._runs),
             baton=several or (timings[0] if timings else None),
         ).model_dump()
+        large, count = Filling(), self._body.logprobs
         for choice, index in zip(reply["choices"], best, strict=True):
             prompt = await self._write_prompt(index)
-            choice["logprobs"] = await self._logprobs(choices[index], prompt)
+            if count is not None:
+                written = await self._logprobs(choices[index], prompt, count)
+                choice["logprobs"] = large.place(written)
             if self._with_tokens:
-                choice["prompt_token_ids"] = msgspec.Raw(prompt.token_ids)
+                choice["prompt_token_ids"] = large.place(prompt.token_ids)
             if prompt.scores is not None:
-                choice["prompt_logprobs"] = msgspec.Raw(prompt.scores)
-        return msgspec.json.encode(reply)
+                choice["prompt_logprobs"] = large.place(prompt.scores)
+        return large.filled(msgspec.json.encode(reply))
 
     async def _write_prompt(self, index: int) -> "_WrittenPrompt":
         """What is said of a choice's prompt, the same for all choices of that."""
@@ -316,16 +322,12 @@ class CompletionWriter:
         return await echo_logprobs(echo, scores, self._body.logprobs, self._token_name)
 
     async def _logprobs(
-        self, deltas: Sequence[Delta], prompt: "_WrittenPrompt"
-    ) -> msgspec.Raw | None:
-        count = self._body.logprobs
-        if count is None:
-            return None
-        logged = [token for delta in deltas for token in delta.logged]
+        self, deltas: Sequence[Delta], prompt: "_WrittenPrompt", count: int
+    ) -> bytes:
         offset = self._text_before(deltas[0].index)
-        drawn = await completion_logprobs(logged, count, self._token_name, offset)
-        whole = drawn if prompt.logprobs is None else prompt.logprobs.followed_by(drawn)
-        return msgspec.Raw(whole.json())
+        drawn = await completion_logprobs(take_logged(deltas), count, self._token_name, offset)
+        whole = drawn if prompt.logprobs is None else joined([prompt.logprobs, drawn])
+        return whole.json()
 
     def _logprobs_json(self, delta: Delta) -> bytes:
         count = self._body.logprobs

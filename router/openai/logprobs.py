@@ -1,8 +1,9 @@
 """Log-probabilities in the shapes that OpenAI's protocol has for them, of generated tokens and of an echoed prompt's."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 
 import msgspec
 
@@ -75,18 +76,20 @@ class CompletionColumns:
             self.top_logprobs,
         )
 
-    def followed_by(self, later: "CompletionColumns") -> "CompletionColumns":
-        """Those of these tokens and then of others."""
-        return CompletionColumns(
-            text_offset=_joined(self.text_offset, later.text_offset),
-            token_logprobs=_joined(self.token_logprobs, later.token_logprobs),
-            tokens=_joined(self.tokens, later.tokens),
-            top_logprobs=_joined(self.top_logprobs, later.top_logprobs),
-        )
+
+def joined(parts: Sequence[CompletionColumns]) -> CompletionColumns:
+    """Those of some tokens and then of others."""
+    return CompletionColumns(
+        text_offset=_array([part.text_offset for part in parts]),
+        token_logprobs=_array([part.token_logprobs for part in parts]),
+        tokens=_array([part.tokens for part in parts]),
+        top_logprobs=_array([part.top_logprobs for part in parts]),
+    )
 
 
-def _joined(first: bytes, later: bytes) -> bytes:
-    return first if later == b"[]" else later if first == b"[]" else first[:-1] + b"," + later[1:]
+def _array(arrays: Sequence[bytes]) -> bytes:
+    """One JSON array of the elements of several."""
+    return b"[" + b",".join([array[1:-1] for array in arrays if len(array) > 2]) + b"]"
 
 
 def completion_entries(
@@ -111,16 +114,15 @@ def completion_entries(
 
 
 async def completion_logprobs(
-    logged: Sequence[LoggedToken], count: int, name: TokenName, offset: int = 0
+    logged: Iterable[LoggedToken], count: int, name: TokenName, offset: int = 0
 ) -> CompletionColumns:
     """The same of what may be very many tokens."""
-    drawn = [(token.sample.token, _known(token.sample)) for token in logged]
-    return CompletionColumns(
-        text_offset=await json_array((offset + t.text_offset for t in logged), _LIGHT_AT_ONCE),
-        token_logprobs=await json_array((finite(k.logprob) for _, k in drawn), _LIGHT_AT_ONCE),
-        tokens=await json_array((name(t) for t, _ in drawn), _LIGHT_AT_ONCE),
-        top_logprobs=await json_array((_tops(t, k, count, name) for t, k in drawn), _AT_ONCE),
-    )
+    parts: list[CompletionColumns] = []
+    coming = iter(logged)
+    while some := list(islice(coming, _AT_ONCE)):
+        parts.append(completion_entries(some, count, name, offset))
+        await asyncio.sleep(0)
+    return joined(parts)
 
 
 _LIGHT_AT_ONCE = 4096

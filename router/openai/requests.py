@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from router.generation.answer_form import AnswerForm
 from router.generation.sampling import SamplingBody
 from router.http.fields import (
     MAX_CHOICES,
@@ -35,7 +36,7 @@ from router.openai.tools import (
     ResponseFormat,
     ToolChoice,
     Tools,
-    check_format,
+    asked_form,
     check_functions,
     check_tools,
 )
@@ -163,6 +164,11 @@ class ChatCompletionRequest(GenerationBody):
         """The one of the two that counts."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
+    @property
+    def form_asked(self) -> AnswerForm | None:
+        """The form of `response_format`."""
+        return asked_form(self.response_format)
+
     def as_conversation(self) -> Conversation:
         """The conversation."""
         effort = self.reasoning_effort
@@ -184,7 +190,6 @@ class ChatCompletionRequest(GenerationBody):
         check_template_arguments(self.chat_template_kwargs)
         check_tools(self.tools, self.tool_choice)
         check_functions(self.functions, self.function_call)
-        check_format(self.response_format, "response_format")
         check_moderation(self.moderation)
         only("modalities", self.modalities, ["text"])
         return self
@@ -220,6 +225,11 @@ class CompletionRequest(GenerationBody):
     logprobs: Logprobs | None = None
     best_of: int | None = Field(None, ge=0, le=MAX_CHOICES)
     response_format: ResponseFormat | None = None
+
+    @property
+    def form_asked(self) -> AnswerForm | None:
+        """The form of `response_format`."""
+        return asked_form(self.response_format)
 
     @property
     def prompts(self) -> list[str] | list[Sequence[int]]:
@@ -265,5 +275,4 @@ class CompletionRequest(GenerationBody):
             raise refusal("best_of", "The best is not known before the end: not in a stream.")
         if self.suffix and not isinstance(self.prompt, str):
             raise unsupported("suffix", "Only with a single text as prompt.")
-        check_format(self.response_format, "response_format")
         return self

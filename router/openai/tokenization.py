@@ -6,6 +6,7 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from baton.tokens import PackedTokens
 from router.generation.model_catalog import ModelCatalog
 from router.generation.model_limits import check_text, check_vocabulary
 from router.generation.prompt_encoder import PromptEncoder
@@ -13,7 +14,7 @@ from router.http.account import account_of
 from router.http.body import BodyReader
 from router.http.fields import MAX_PROMPT_TOKENS, Body, Tokens, refusal
 from router.http.known_fields import Api
-from router.http.streaming import json_array
+from router.http.streaming import json_array, json_reply, json_text
 from router.openai.conversation import (
     Messages,
     TemplateArguments,
@@ -25,6 +26,7 @@ from router.templates.renderer import Conversation
 from router.text.tokenizer import Tokenizer
 
 _WRITTEN_AT_ONCE = 16_384
+_NAMES_AT_ONCE = 4096
 
 
 class TokenizeRequest(Body):
@@ -113,23 +115,24 @@ class Tokenization:
         self._catalog.require_name(body.model, account_of(request))
         model = await self._catalog.require_model()
         tokens = await self._token_ids(body, model)
-        texts = await self._tokenizer.token_texts(tokens) if body.return_token_strs else None
         counts = Tokenized(count=len(tokens), max_model_len=model.max_model_len, tokens=[])
         head = counts.model_dump_json(include={"count", "max_model_len"}).encode()[:-1]
         listed = await json_array(tokens, _WRITTEN_AT_ONCE)
-        spelt = b"null" if texts is None else await json_array(texts, _WRITTEN_AT_ONCE)
-        reply = b'%b,"tokens":%b,"token_strs":%b}' % (head, listed, spelt)
-        return Response(reply, media_type="application/json")
+        spelt = b"null"
+        if body.return_token_strs:
+            spelt = await json_array(map(self._tokenizer.token_text, tokens), _NAMES_AT_ONCE)
+        return json_reply([head, b',"tokens":', listed, b',"token_strs":', spelt, b"}"])
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         body = await self._bodies.read(request, DetokenizeRequest)
         self._catalog.require_name(body.model, account_of(request))
         check_vocabulary(body.tokens, await self._catalog.require_model(), "tokens")
-        reply = Detokenized(prompt=await self._tokenizer.decode(body.tokens))
-        return Response(reply.model_dump_json(), media_type="application/json")
+        texts = self._tokenizer.decode_pieces(body.tokens)
+        written = [json_text(text)[1:-1] async for text in texts]
+        return json_reply([b'{"prompt":"', *written, b'"}'])
 
-    async def _token_ids(self, body: TokenizeRequest, model: ServedModel) -> list[int]:
+    async def _token_ids(self, body: TokenizeRequest, model: ServedModel) -> PackedTokens:
         if body.prompt is not None:
             check_text(body.prompt, model, self._tokenizer, "prompt")
             special = body.add_special_tokens is not False

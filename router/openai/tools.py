@@ -1,17 +1,17 @@
 """What a client lets the model call, and the form that it wants the answer in.
 
-Both are checked in full. To hold a model to them takes constrained decoding, which is not there yet: what would need it is
-refused by name, what has no effect (no tools, `tool_choice: none`, plain text) is served.
+Both are checked in full. Forms are obeyed (`router.generation.answer_form`). Calls are not served yet: tools are refused by name,
+what has no effect (no tools, `tool_choice: none`) is served.
 """
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from router.generation.answer_form import AnswerForm, StructuralTag
 from router.http.fields import MAX_TOOLS, BodyObject, JsonObject, refusal, unsupported
 
-_NOT_YET = "Calling tools needs constrained decoding, which this server does not have yet."
-_NO_FORM = "Only plain text is served: other forms need constrained decoding."
+_NOT_YET = "Calling tools is not served yet; tool_choice none is."
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -67,10 +67,16 @@ class JsonSchema(BodyObject):
 
 
 class JsonSchemaFormat(BodyObject):
-    """An answer that follows a schema."""
+    """An answer that follows a schema, strict or not: it is held to it."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
+
+
+class StructuralTagFormat(StructuralTag):
+    """An answer of which parts follow schemas."""
+
+    type: Literal["structural_tag"]
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
@@ -78,7 +84,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 Functions = Annotated[list[Function], Field(max_length=MAX_TOOLS, fail_fast=True)]
 FunctionChoice = Literal["none", "auto"] | NamedFunction
 ResponseFormat = Annotated[
-    PlainText | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+    PlainText | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat,
+    Field(discriminator="type"),
 ]
 
 
@@ -110,13 +117,20 @@ def check_functions(functions: list[Function] | None, choice: FunctionChoice | N
         raise unsupported("functions", _NOT_YET)
 
 
-def check_format(
-    format_: PlainText | JsonObjectFormat | JsonSchemaFormat | None, param: str
-) -> None:
-    """Refuses forms other than plain text.
+ANY_OBJECT: JsonObject = {"type": "object"}
+"""A schema that every JSON object follows."""
 
-    Raises:
-        PydanticCustomError: Unsupported.
-    """
-    if format_ is not None and not isinstance(format_, PlainText):
-        raise unsupported(param, _NO_FORM)
+
+def asked_form(format_: ResponseFormat | None) -> AnswerForm | None:
+    """What `response_format` asks for; None for plain text."""
+    match format_:
+        case JsonObjectFormat():
+            return AnswerForm(kind="json", value=ANY_OBJECT, param="response_format")
+        case JsonSchemaFormat():
+            schema = format_.json_schema.schema_
+            value = ANY_OBJECT if schema is None else schema
+            return AnswerForm(kind="json", value=value, param="response_format")
+        case StructuralTagFormat():
+            return AnswerForm(kind="structural_tag", value=format_, param="response_format")
+        case _:
+            return None

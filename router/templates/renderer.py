@@ -5,14 +5,9 @@ moment; they are kept. A child that takes too long is killed, one that ran out o
 """
 
 import json
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +16,10 @@ from typing import Any
 import jinja2
 import msgspec
 
-from baton.errors import ConfigError, InvalidRequestError, UnavailableError
+from baton.errors import ConfigError, InvalidRequestError
 from baton.telemetry.logs import get_logger
 from router.templates import sandbox
+from router.templates.child import ChildEndedError, ChildProcess
 
 ChatMessage = Mapping[str, str]
 """What a template sees of one message: `role`, `content` and, where given, `name` and `tool_call_id`."""
@@ -38,11 +34,7 @@ MAX_MEMORY_BYTES = 512 * 1024 * 1024
 """Address space of a child: room for four times the text that fits into the largest body (`router.max_body_bytes` as it is by
 default), at four bytes a character."""
 
-START_S = 30.0
-"""How long a child may take to start; about 0.1 s."""
-
 _MAX_REASON_BYTES = 4096
-_PASSED_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 _IS_TEMPLATE = re.compile(r"[{}\n]")
 """No path of use has these characters; every template has."""
 _log = get_logger(__name__)
@@ -122,9 +114,9 @@ class TemplateRenderer:
             "memory_bytes": memory_bytes,
         }
         self._max_reply_bytes = 4 * max_chars + _MAX_REASON_BYTES
-        self._settings = sandbox.message(json.dumps(settings).encode())
+        self._settings = json.dumps(settings).encode()
         self._lock = threading.Lock()
-        self._idle: list[_Child] = []
+        self._idle: list[ChildProcess] = []
         self._closed = False
 
     def render(self, conversation: Conversation) -> str:
@@ -140,13 +132,13 @@ class TemplateRenderer:
             "continue_last": conversation.continue_last,
             "arguments": conversation.arguments,
         }
-        body = sandbox.message(_json(request))
         child = self._take()
         try:
-            reply = child.ask(body, self._limit_s)
+            reply = child.ask(_json(request), self._limit_s)
         except TimeoutError as error:
+            _log.warning("a chat template took too long", limit_s=self._limit_s)
             raise _takes_too_long(conversation) from error
-        except _ChildEndedError as error:
+        except ChildEndedError as error:
             if error.by_signal == signal.SIGXCPU:
                 raise _takes_too_long(conversation) from error
             raise _refused(conversation, "it ended the process that rendered it") from error
@@ -167,88 +159,27 @@ class TemplateRenderer:
         for child in idle:
             child.end()
 
-    def _take(self) -> "_Child":
+    def _take(self) -> ChildProcess:
         while True:
             with self._lock:
                 child = self._idle.pop() if self._idle else None
             if child is None:
-                return _Child(self._settings, self._max_reply_bytes)
+                return ChildProcess(
+                    sandbox.__file__,
+                    self._settings,
+                    purpose="render chat templates",
+                    max_reply_bytes=self._max_reply_bytes,
+                )
             if child.alive():
                 return child
             child.end()
 
-    def _give_back(self, child: "_Child") -> None:
+    def _give_back(self, child: ChildProcess) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(child)
                 return
         child.end()
-
-
-class _ChildEndedError(Exception):
-    """The child ended instead of answering."""
-
-    def __init__(self, by_signal: int) -> None:
-        super().__init__()
-        self.by_signal = by_signal
-
-
-class _Child:
-    """One process that renders."""
-
-    def __init__(self, settings: bytes, max_reply_bytes: int) -> None:
-        self._max_reply_bytes = max_reply_bytes
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: S603  # this interpreter, with a file of ours
-                [sys.executable, "-I", sandbox.__file__],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                env={k: os.environ[k] for k in _PASSED_ENVIRONMENT if k in os.environ},
-            )
-        try:
-            self._socket.settimeout(START_S)
-            self._socket.sendall(settings)
-            ready = sandbox.receive(self._socket, START_S)
-        except OSError:
-            ready = None
-        if ready is None:
-            self.end()
-            raise UnavailableError("No process to render chat templates in could be started.")
-
-    def alive(self) -> bool:
-        """Whether it can be asked."""
-        return self._process.poll() is None
-
-    def ask(self, body: bytes, limit_s: float) -> bytearray:
-        """What it answers. One that does not is ended.
-
-        Raises:
-            TimeoutError: It took too long.
-            _ChildEndedError: It ended.
-        """
-        until_s = time.monotonic() + limit_s
-        try:
-            self._socket.settimeout(limit_s)
-            self._socket.sendall(body)
-            reply = sandbox.receive(self._socket, until_s - time.monotonic(), self._max_reply_bytes)
-        except TimeoutError:
-            _log.warning("a chat template took too long", limit_s=limit_s)
-            self.end()
-            raise
-        except OSError as error:
-            raise _ChildEndedError(self.end()) from error
-        if reply is None:
-            raise _ChildEndedError(self.end())
-        return reply
-
-    def end(self) -> int:
-        """Kills it; the number of the signal that had ended it before, if one had."""
-        self._socket.close()
-        self._process.kill()
-        return max(0, -self._process.wait())
 
 
 def _json(request: Mapping[str, Any]) -> bytes:

@@ -1,18 +1,20 @@
 """Text into token ids: the first thing that happens to a request, and the last place that sees its text as a whole.
 
-The tokenizer and its chat template come from the model's directory (`router.text.pretrained`). Threads may share the Rust
-tokenizer. Long prompts take long, so encoding and rendering run in a few threads of their own and never on the event loop.
-Chat templates are rendered in processes of their own (`router.templates.renderer`).
+The tokenizer and its chat template come from the model's directory (`baton.pretrained`). Threads may share the Rust
+tokenizer. Prompts take a while, so encoding and rendering run in a few threads of their own and never on the event loop. Chat
+templates are rendered in processes of their own (`router.templates.renderer`), long texts encoded in another (`router.text.long_texts`).
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from baton.errors import InvalidRequestError
+from baton.pretrained import PretrainedTokenizer, read_tokenizer
+from baton.tokens import PackedTokens
 from router.templates.renderer import (
     MAX_RENDER_S,
     MAX_RENDERED_CHARS,
@@ -20,12 +22,13 @@ from router.templates.renderer import (
     TemplateRenderer,
 )
 from router.text.detokenizer import Detokenizer
-from router.text.pretrained import PretrainedTokenizer, read_tokenizer
+from router.text.long_texts import LONG_TEXT, LongTextEncoder
 from router.text.token_bytes import ByteDecoder, ByteTable, PieceTable, TokenDecoder, is_byte_level
 
 _SHORT_TEXT = 4096
 """Characters that are encoded in a millisecond or two."""
 _DECODED_AT_ONCE = 256
+_STEPS_AT_ONCE = 1024
 
 _Result = TypeVar("_Result")
 
@@ -36,6 +39,7 @@ class Tokenizer:
     Attributes:
         backend: The Rust tokenizer; `router.text.detokenizer` decodes with it.
         special_ids: Ids whose text is not shown to clients.
+        special_texts: How their tokens are written.
         pieces: The bytes that each single token stands for.
         longest_token: Characters of the longest token as the vocabulary spells it; none stands for more.
     """
@@ -55,6 +59,7 @@ class Tokenizer:
         self.backend = backend
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts = frozenset(added[i].content for i in self.special_ids)
         self.pieces = PieceTable(backend, added)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self._renderer = (
@@ -70,6 +75,7 @@ class Tokenizer:
         )
         self._byte_table = ByteTable(backend, self.special_ids) if is_byte_level(backend) else None
         self._decoding = asyncio.Lock()
+        self._long_texts = LongTextEncoder(backend)
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
 
     @classmethod
@@ -105,34 +111,60 @@ class Tokenizer:
         """Ids that have a text lie below this."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`. Special tokens written out in it become those tokens, as in vLLM."""
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, param: str = "prompt"
+    ) -> PackedTokens:
+        """Token ids of `text`, which came in the field `param`. Special tokens written out in it become those tokens, as in vLLM.
+
+        Raises:
+            InvalidRequestError: It takes too much time or memory.
+            UnavailableError: There is no process to encode it in.
+        """
+        if len(text) > LONG_TEXT:
+            return await self._long_texts.encode(
+                text, add_special_tokens=add_special_tokens, param=param
+            )
         return await self._in_thread(lambda: self._encode(text, add_special_tokens))
 
-    async def encode_chat(self, conversation: Conversation) -> list[int]:
+    async def encode_chat(self, conversation: Conversation) -> PackedTokens:
         """Token ids of a conversation, rendered by the model's chat template (`router.templates.renderer`).
 
         Raises:
-            InvalidRequestError: There is no template, or it refuses these messages.
-            UnavailableError: There is no process to render it in.
+            InvalidRequestError: There is no template, it refuses these messages, or they take too much time or memory.
+            UnavailableError: There is no process to render it in, or to encode it.
         """
-        return await self._in_thread(
-            lambda: self._encode(self._render(conversation), conversation.add_special_tokens)
-        )
+        special = conversation.add_special_tokens
+
+        def encoded() -> PackedTokens | str:
+            text = self._render(conversation)
+            return text if len(text) > LONG_TEXT else self._encode(text, special)
+
+        done = await self._in_thread(encoded)
+        if isinstance(done, PackedTokens):
+            return done
+        return await self.encode(done, add_special_tokens=special, param=conversation.param)
 
     async def decode_steps(self, token_ids: Sequence[int]) -> list[str]:
         """The text that each token adds to those before it; all together they are the text, without special tokens."""
-        return await self._in_thread(lambda: self._decode_steps(token_ids))
+        decoder, steps = self.decoder(), list[str]()
+        for begin in range(0, len(token_ids), _STEPS_AT_ONCE):
+            steps += [decoder.push(i) for i in token_ids[begin : begin + _STEPS_AT_ONCE]]
+            await asyncio.sleep(0)
+        return [*steps[:-1], steps[-1] + decoder.finish()] if steps else []
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens included. Some are decoded at a time: the Rust decoder keeps every thread of
-        this process waiting."""
-        decoder, texts = Detokenizer(self.backend, frozenset()), []
+        """The text of `token_ids`, special tokens included."""
+        return "".join([text async for text in self.decode_pieces(token_ids)])
+
+    async def decode_pieces(self, token_ids: Sequence[int]) -> AsyncGenerator[str, None]:
+        """The same in pieces, each of whole characters. Some tokens are decoded at a time: the Rust decoder keeps every thread of this
+        process waiting."""
+        decoder = Detokenizer(self.backend, frozenset())
         async with self._decoding:
             for begin in range(0, len(token_ids), _DECODED_AT_ONCE):
-                texts.append(decoder.push_all(token_ids[begin : begin + _DECODED_AT_ONCE]))
+                yield decoder.push_all(token_ids[begin : begin + _DECODED_AT_ONCE])
                 await asyncio.sleep(0)
-        return "".join([*texts, decoder.finish()])
+        yield decoder.finish()
 
     def decoder(self, *, skip_special: bool = True) -> TokenDecoder:
         """Turns the tokens of one sample into text while they come; special tokens have none unless they are wanted."""
@@ -142,31 +174,28 @@ class Tokenizer:
             return ByteDecoder(self._byte_table)
         return Detokenizer(self.backend, self.special_ids)
 
-    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary spells it; an id without a token is empty."""
-        return await self._in_thread(lambda: [self.backend.id_to_token(i) or "" for i in token_ids])
+    def token_text(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; empty for an id without one."""
+        return self.backend.id_to_token(token_id) or ""
 
     def close(self) -> None:
-        """Ends the threads and the renderer; what they have begun is finished."""
+        """Ends the threads and the child processes; what they have begun is finished."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._long_texts.close()
         if self._renderer is not None:
             self._renderer.close()
 
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool) -> PackedTokens:
         if len(text) <= _SHORT_TEXT:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        # Of the backend's ways to encode, that of batches alone lets other threads run meanwhile.
-        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
-
-    def _decode_steps(self, token_ids: Sequence[int]) -> list[str]:
-        detokenizer = self.decoder()
-        steps = [detokenizer.push(token) for token in token_ids]
-        return [*steps[:-1], steps[-1] + detokenizer.finish()] if steps else []
+            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        else:  # of the backend's ways to encode, that of batches alone lets other threads run meanwhile
+            (encoding,) = self.backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        return PackedTokens.of(encoding.ids)
 
     def _render(self, conversation: Conversation) -> str:
         if self._renderer is None:

@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import pytest
 
 from baton.tokens import PackedTokens
@@ -24,3 +27,8 @@ def test_ids_that_are_none_and_bytes_that_are_cut_short_are_refused():
         PackedTokens.of([-1])
     with pytest.raises(ValueError, match="4 bytes"):
         PackedTokens(b"12345")
+
+
+def test_packed_tokens_can_be_copied_and_pickled():
+    packed = PackedTokens.of([3, 1, 2])
+    assert copy.deepcopy(packed) == packed == pickle.loads(pickle.dumps(packed))

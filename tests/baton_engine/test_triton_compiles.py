@@ -229,6 +229,7 @@ def batches_of_one() -> list[Build]:
     return [build for build in builds if build.ones]
 
 
+@pytest.mark.timeout(600)
 def test_every_kernel_compiles_for_gpus_that_are_not_here_and_spills_nothing(tmp_path):
     asked = [(served(80), 80), (served(90), 90), (batches_of_one(), 90)]
     folders = [tmp_path / str(number) for number in range(len(asked))]

@@ -1,16 +1,19 @@
 """A scheduler over a real model, stepped by hand: for tests of what a model's bits depend on."""
 
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 
+from baton.errors import BatonError
 from baton.generation import TokenLogprobs, TokenSample
 from baton.ids import SeqId
 from baton_engine.cache.arena import KvArena
 from baton_engine.kernels.ports import BatchInvariant, KernelSet
-from baton_engine.messages import Command, PrefillStarted, Reserved, Start
+from baton_engine.messages import AddRequest, Command, PrefillStarted, Reserved, Start
 from baton_engine.models.config import kv_layout, load_spec
 from baton_engine.models.loader import load_decoder
+from baton_engine.ports import GrammarCompiler, TokenConstraint
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.scheduler import Scheduler
@@ -31,6 +34,8 @@ class WholeEngine:
         dtype: To compute in.
         quantization: Of the weights.
         kernels: What to compute with; None for the machine's own.
+        eos_ids: Tokens that end a text.
+        grammars: Compiles the grammars of prompts, where there are any.
 
     Attributes:
         events: All that was told.
@@ -49,6 +54,8 @@ class WholeEngine:
         dtype: torch.dtype = torch.float32,
         quantization: str = "none",
         kernels: KernelSet | None = None,
+        eos_ids: tuple[int, ...] = (),
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         spec = load_spec(checkpoint)
         decoder = load_decoder(
@@ -71,14 +78,25 @@ class WholeEngine:
         )
         memory = memoryview(bytearray(layout.region_bytes(num_blocks)))
         self.arena = KvArena(layout, num_blocks, memory)
-        self.scheduler = Scheduler(limits, layout=layout, secret=bytes(32))
+        self.scheduler = Scheduler(limits, layout=layout, secret=bytes(32), eos_ids=eos_ids)
+        self._grammars = grammars
         apart = deterministic and not isinstance(kernels, BatchInvariant)
         self.runner = ModelRunner(decoder, self.arena, one_by_one=apart)
         self.events: list[Event] = []
 
     def tell(self, *commands: Command) -> None:
         for command in commands:
-            self.events += self.scheduler.handle(command, 0.0)
+            self.events += self.scheduler.handle(command, 0.0, self._constraint(command))
+
+    def _constraint(self, command: Command) -> TokenConstraint | None:
+        if not isinstance(command, AddRequest) or not command.prompt.sampling.grammar:
+            return None
+        assert self._grammars is not None
+        compiled: Future[TokenConstraint | BatonError] = Future()
+        self._grammars.compile(command.prompt, compiled.set_result)
+        constraint = compiled.result(timeout=20)
+        assert not isinstance(constraint, BatonError), constraint
+        return constraint
 
     def step(self) -> bool:
         plan, events = self.scheduler.schedule(0.0)

@@ -18,6 +18,7 @@ from baton_worker import streams as module
 from baton_worker.legs import StreamId
 from baton_worker.messages import TokensMessage
 from baton_worker.streams import LOAD_INTERVAL_S, RouterStream, RouterStreams
+from tests.waits import soon
 
 HELLO = WorkerHello(
     identity=WorkerIdentity(worker_id=WorkerId("w"), incarnation=Incarnation(1)),
@@ -49,7 +50,7 @@ def drew(stream: RouterStream, *tokens: int) -> None:
 
 
 async def load_of(stream: RouterStream) -> WorkerLoad | None:
-    frame = await stream.next()
+    frame = await soon(stream.next())
     return load_from_proto(frame.load) if frame.HasField("load") else None
 
 
@@ -58,7 +59,7 @@ async def stream() -> RouterStream:
     """One whose router has been told of all blocks."""
     stream = RouterStream(HeldBlocks().open_feed())
     stream.wake()
-    await stream.next()
+    await soon(stream.next())
     return stream
 
 
@@ -66,7 +67,7 @@ async def test_all_that_is_pending_leaves_in_one_frame(stream: RouterStream):
     drew(stream, 1, 2)
     drew(stream, 3)
     stream.report(WorkerLoad(running=1), 0.0)
-    frame = await stream.next()
+    frame = await soon(stream.next())
     assert list(frame.tokens) == [1, 2, 3]
     assert frame.load.running == 1
 
@@ -80,7 +81,7 @@ async def test_a_changed_load_is_reported_at_once_and_once(stream: RouterStream)
 
 async def test_more_steps_alone_are_reported_every_so_often(stream: RouterStream):
     stream.report(WorkerLoad(running=1, steps=1), 0.0)
-    await stream.next()
+    await soon(stream.next())
     stream.report(WorkerLoad(running=1, steps=2), LOAD_INTERVAL_S / 2)
     stream.wake()
     assert await load_of(stream) is None
@@ -92,7 +93,7 @@ async def test_more_steps_alone_are_reported_every_so_often(stream: RouterStream
 async def test_a_load_that_stays_the_same_is_repeated_as_a_sign_of_life(stream: RouterStream):
     load = WorkerLoad(running=1)
     stream.report(load, 0.0)
-    await stream.next()
+    await soon(stream.next())
     stream.report(load, HEARTBEAT_S / 2)
     stream.wake()
     assert await load_of(stream) is None
@@ -106,7 +107,7 @@ async def test_a_router_that_does_not_read_is_given_up(
     monkeypatch.setattr(module, "MAX_PENDING", 2)
     drew(stream, 1, 2, 3)
     with pytest.raises(OverloadedError):
-        await stream.next()
+        await soon(stream.next())
 
 
 class Router:
@@ -160,8 +161,8 @@ class Served:
 async def test_a_router_is_greeted_and_then_told_of_all_blocks(streams: RouterStreams):
     streams.blocks_changed(BlockChanges(stored=(BlockKey(b"a" * 16),)))
     served = Served(streams)
-    assert hello_from_proto((await served.router.heard.get()).hello) == HELLO
-    blocks = (await served.router.heard.get()).blocks
+    assert hello_from_proto((await soon(served.router.heard.get())).hello) == HELLO
+    blocks = (await soon(served.router.heard.get())).blocks
     assert (blocks.snapshot, blocks.stored) == (True, b"a" * 16)
     await served.end()
 
@@ -177,7 +178,7 @@ async def test_commands_come_with_their_stream_and_its_end_is_told_last(streams:
 
 async def test_a_stream_is_known_until_its_end_has_been_told(streams: RouterStreams):
     served = Served(streams)
-    await served.router.heard.get()
+    await soon(served.router.heard.get())
     assert streams.ids() == [StreamId(1)]
     await served.end()
     assert served.known_at_end
@@ -189,11 +190,11 @@ async def test_changed_blocks_reach_every_router_and_one_that_is_gone_costs_noth
 ):
     here, gone = Served(streams), Served(streams)
     for served in (here, gone):
-        await served.router.heard.get()
-        await served.router.heard.get()
+        await soon(served.router.heard.get())
+        await soon(served.router.heard.get())
     await gone.end()
     streams.blocks_changed(BlockChanges(stored=(BlockKey(b"b" * 16),)))
-    blocks = (await here.router.heard.get()).blocks
+    blocks = (await soon(here.router.heard.get())).blocks
     assert (blocks.snapshot, blocks.stored) == (False, b"b" * 16)
     await here.end()
 
@@ -203,12 +204,12 @@ async def test_a_role_that_changed_is_told_to_who_is_there_and_to_who_comes(
 ):
     here = Served(streams)
     for _ in range(2):
-        await here.router.heard.get()
+        await soon(here.router.heard.get())
     decodes = replace(HELLO, role=Role.DECODE)
     streams.greet_again(decodes)
-    assert hello_from_proto((await here.router.heard.get()).hello) == decodes
+    assert hello_from_proto((await soon(here.router.heard.get())).hello) == decodes
     comes = Served(streams)
-    assert hello_from_proto((await comes.router.heard.get()).hello) == decodes
+    assert hello_from_proto((await soon(comes.router.heard.get())).hello) == decodes
     await here.end()
     await comes.end()
 
@@ -227,7 +228,7 @@ async def test_columns_of_several_steps_keep_their_figures_and_ends(stream: Rout
             )
         )
     stream.wake()
-    frame = await stream.next()
+    frame = await soon(stream.next())
     assert (list(frame.leg_ids), list(frame.samples)) == ([1, 2, 1, 2], [0, 3, 0, 3])
     assert list(frame.tokens) == [1, 2, 11, 12]
     assert [entry.rank for entry in frame.logprobs] == [0, 0, 0, 2]

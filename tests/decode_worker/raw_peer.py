@@ -12,6 +12,7 @@ from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from kv_transfer.session.handshake import SessionEndpoint, greet
 from kv_transfer.session.seal import SessionSeal
 from kv_transfer.ticket import TicketOffice
+from tests.waits import soon
 
 PEER = WorkerIdentity(worker_id=WorkerId("raw"), incarnation=Incarnation(7))
 
@@ -48,7 +49,7 @@ class RawPeer:
 
     async def hear(self) -> pb.TransferReply:
         """The next answer. Raises `grpc.aio.AioRpcError` where the session ends with a fault."""
-        signed = await self.call.read()
+        signed = await soon(self.call.read())
         if not isinstance(signed, common_pb2.Signed):  # gRPC's end of the stream
             raise EOFError("the worker ended the session")
         return self._seal.open(signed, pb.TransferReply())

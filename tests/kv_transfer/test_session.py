@@ -52,6 +52,7 @@ from kv_transfer.session.server import TransferService
 from kv_transfer.ticket import TicketOffice, shown
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, push
 from tests.kv_transfer.permits import OFFICE, D, P, permit
+from tests.waits import soon
 
 TIMEOUT_S = 20
 LEASE_S = 20.0
@@ -641,7 +642,7 @@ class RawSession:
 
     async def read(self) -> pb.TransferReply:
         """What D says next."""
-        return self.seal.open(await self.call.read(), pb.TransferReply())
+        return self.seal.open(await soon(self.call.read()), pb.TransferReply())
 
 
 async def test_nonsense_in_a_session_ends_it(tmp_path: Path):

@@ -177,7 +177,7 @@ class World:
             if process.child.returncode is None:
                 process.child.kill()
         for process in self.all:
-            await process.child.communicate()
+            await soon(process.child.communicate())
 
 
 @asynccontextmanager

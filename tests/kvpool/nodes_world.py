@@ -143,7 +143,7 @@ class Node:
         finally:
             if process.returncode is None:
                 process.kill()
-            await process.communicate()
+            await soon(process.communicate())
 
     @contextlib.asynccontextmanager
     async def attached(self) -> AsyncIterator["Worker"]:

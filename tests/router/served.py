@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
+from baton.pretrained import PretrainedTokenizer
 from baton.telemetry.metrics import new_registry
 from router.app import AppSettings, create_app
 from router.fakes.generator import FakeGenerator
@@ -23,7 +24,6 @@ from router.routing.explanation import DecisionLog
 from router.tenancy import Tenancy
 from router.tenants.directory import TenantDirectory
 from router.tenants.tenant import ANONYMOUS
-from router.text.pretrained import PretrainedTokenizer
 from router.text.tokenizer import Tokenizer
 from tests.router.text.tiny_tokenizers import CHAT_TEMPLATE, byte_level, token_id
 

@@ -192,7 +192,7 @@ async def test_a_refusal_of_the_request_itself_reaches_the_client_as_it_is(tmp_p
         with pytest.raises(PromptTooLongError, match="too long for here") as refused:
             await collect(generator, job())
         assert refused.value.param == "prompt"
-        await workers["d0"].cancelled.get()
+        await soon(workers["d0"].cancelled.get())
 
 
 async def test_without_any_worker_the_job_fails_as_unavailable(tmp_path):
@@ -238,8 +238,8 @@ async def test_closing_the_stream_cancels_both_legs(tmp_path):
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await stream.aclose()
-        await workers["p0"].cancelled.get()
-        await workers["d0"].cancelled.get()
+        await soon(workers["p0"].cancelled.get())
+        await soon(workers["d0"].cancelled.get())
 
 
 async def test_the_deadline_cancels_both_legs(tmp_path):
@@ -250,7 +250,7 @@ async def test_the_deadline_cancels_both_legs(tmp_path):
         workers["d0"].hold_at = 1
         with pytest.raises(DeadlineError):
             await collect(generator, job(timeout_s=0.2))
-        await workers["d0"].cancelled.get()
+        await soon(workers["d0"].cancelled.get())
 
 
 async def test_stopping_the_sample_ends_the_stream_with_its_timing(tmp_path):
@@ -262,7 +262,7 @@ async def test_stopping_the_sample_ends_the_stream_with_its_timing(tmp_path):
             generator.stop_sample(RequestId("cmpl-1"), 0)
         assert isinstance(events[-1], Timing)
         assert 1 <= events[-1].output_tokens <= 2
-        await workers["h0"].cancelled.get()
+        await soon(workers["h0"].cancelled.get())
 
 
 async def test_a_client_that_does_not_read_is_given_up(tmp_path):
@@ -272,7 +272,7 @@ async def test_a_client_that_does_not_read_is_given_up(tmp_path):
         aclosing(generator.generate(job(max_tokens=100))) as stream,
     ):
         await anext(stream)
-        await workers["h0"].cancelled.get()
+        await soon(workers["h0"].cancelled.get())
         with pytest.raises(OverloadedError):
             await anext(stream)
 

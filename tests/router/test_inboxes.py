@@ -12,6 +12,7 @@ from router.dispatch.actions import Emit
 from router.dispatch.dispatcher import Advance
 from router.inboxes import EventGap, Inboxes
 from router.ports import Tokens
+from tests.waits import soon
 
 A, B = RequestId("a"), RequestId("b")
 
@@ -48,7 +49,7 @@ async def test_what_follows_at_once_waits_for_the_gap_and_comes_together():
     inboxes = Inboxes(max_bytes=1 << 20, clock=clock, gap=EventGap(0.001))
     inbox = inboxes.open(A)
     inboxes.put_step(_step((A, 1)), clock.now_s())
-    assert await inbox.next() == _tokens(1)
+    assert await soon(inbox.next()) == _tokens(1)
     reading = asyncio.create_task(inbox.next())
     await asyncio.sleep(0)
     inboxes.put_step(_step((A, 2)), clock.now_s())
@@ -62,14 +63,14 @@ async def test_an_end_never_waits_for_the_gap():
     inboxes = Inboxes(max_bytes=1 << 20, clock=ManualClock(), gap=EventGap(60.0))
     inbox = inboxes.open(A)
     inboxes.put_step(_step((A, 1)), 0.0)
-    await inbox.next()
+    await soon(inbox.next())
     inboxes.put_step(_step((A, 2)), 0.0)
     last = TokenSample(sample=0, token=3, finish=FinishReason.STOP)
     inboxes.put(Emit(request_id=A, tokens=(last,)))
-    assert await inbox.next() == Tokens(samples=(plain_token(0, 2), last))
+    assert await soon(inbox.next()) == Tokens(samples=(plain_token(0, 2), last))
     inboxes.end(A, OverloadedError("enough"))
     with pytest.raises(OverloadedError):
-        await inbox.next()
+        await soon(inbox.next())
 
 
 async def test_readers_that_leave_too_much_unread_are_named():
@@ -130,3 +131,26 @@ def test_the_gap_stays_within_its_bounds(turns):
         gap.worked(now_s + idle_s, now_s + idle_s + busy_s)
         now_s += idle_s + busy_s
         assert 0.004 <= gap.gap_s <= 0.05
+
+
+async def test_of_many_tokens_that_wait_some_are_taken_and_the_loop_runs_before_the_rest():
+    inboxes = Inboxes(max_bytes=1 << 30, clock=ManualClock())
+    inbox = inboxes.open(A)
+    inboxes.put_step(_step(*((A, token) for token in range(2000))), 0.0)
+    taken: list[int] = []
+    turns: list[int] = []
+
+    async def others() -> None:
+        while True:
+            turns.append(len(taken))
+            await asyncio.sleep(0)
+
+    running = asyncio.create_task(others())
+    while len(taken) < 2000:
+        event = await inbox.next()
+        assert isinstance(event, Tokens)
+        assert len(event.samples) <= 256
+        taken += [sample.token for sample in event.samples]
+    running.cancel()
+    assert taken == list(range(2000))
+    assert len(set(turns)) >= 2000 // 256

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from baton.config.schema import BatonConfig, ClusterConfig, ModelConfig, RouterConfig
 from baton.errors import ConfigError, ModelLoadError
 from baton.ids import Role
-from baton.rpc.channel import CONTROL_MESSAGE_BYTES, open_channel
+from baton.rpc.bounds import CONTROL
+from baton.rpc.channel import open_channel
 from baton.rpc.v1 import control_pb2
 from baton.rpc.v1.control_pb2_grpc import ControlStub
 from router import service
@@ -147,8 +148,8 @@ async def test_a_command_that_is_too_long_is_refused_before_it_is_read(tmp_path)
     ):
         stub = ControlStub(channel)
         for size, code in (
-            (CONTROL_MESSAGE_BYTES // 2, grpc.StatusCode.NOT_FOUND),
-            (2 * CONTROL_MESSAGE_BYTES, grpc.StatusCode.RESOURCE_EXHAUSTED),
+            (CONTROL.message_bytes // 2, grpc.StatusCode.NOT_FOUND),
+            (2 * CONTROL.message_bytes, grpc.StatusCode.RESOURCE_EXHAUSTED),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Drain(control_pb2.DrainRequest(worker="h7", by="x" * size))
@@ -267,11 +268,11 @@ async def test_a_client_that_disconnects_cancels_both_legs(tmp_path):
     ):
         workers["p0"].hold_at = 0
         asking = asyncio.create_task(router.complete())
-        await workers["p0"].holding.wait()
+        await soon(workers["p0"].holding.wait())
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await workers["p0"].cancelled.get()
-        await workers["d0"].cancelled.get()
+        await soon(workers["p0"].cancelled.get())
+        await soon(workers["d0"].cancelled.get())
 
 
 async def test_a_model_without_a_tokenizer_ends_the_start_with_its_reason(tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from router.http.connections import SPARE_CONNECTIONS, ConnectionLimit, connections_that_fit
+from tests.waits import soon
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -37,7 +38,7 @@ async def _router(directory: Path, descriptors: int) -> AsyncIterator[int]:
         yield port
     finally:
         process.terminate()
-        await process.wait()
+        await soon(process.wait())
 
 
 async def _asked(port: int, path: str) -> bytes:
@@ -48,7 +49,7 @@ async def _asked(port: int, path: str) -> bytes:
         return b""
     try:
         writer.write(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path.encode())
-        return (await reader.read(4096))[9:12]
+        return (await soon(reader.read(4096)))[9:12]
     except ConnectionError:
         return b""
     finally:

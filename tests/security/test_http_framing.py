@@ -14,6 +14,7 @@ from router.http.protocol import (
     BoundedProtocol,
 )
 from tests.router.served import MODEL, Served, listening, serve
+from tests.waits import soon
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -29,7 +30,7 @@ async def _answer(url: str, *sent: bytes) -> bytes:
         for part in sent:
             writer.write(part)
             await writer.drain()
-        while chunk := await reader.read(65536):
+        while chunk := await soon(reader.read(65536)):
             answer += chunk
     except ConnectionError:
         pass  # it has hung up on us; what it said before that has been read
@@ -70,7 +71,7 @@ async def test_a_trailer_behind_a_finished_reply_closes_the_connection_without_a
         writer.write(head)
         answer = await reader.readuntil(b"}")
         writer.write(b"0\r\nx: y\r\n\r\n")
-        answer += await reader.read()
+        answer += await soon(reader.read())
         assert answer.count(b"HTTP/1.1") == 1
         assert _refused(served, "trailers") == 1
         writer.close()

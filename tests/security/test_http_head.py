@@ -6,6 +6,7 @@ import pytest
 
 from router.http.protocol import MAX_HEAD_BYTES
 from tests.router.served import listening, serve
+from tests.waits import soon
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -22,7 +23,7 @@ async def _send(url: str, parts: list[bytes]) -> bytes:
         pass  # It has hung up on us, as it should; what it said before can still be read.
     answer = bytearray()
     try:
-        while chunk := await reader.read(65536):
+        while chunk := await soon(reader.read(65536)):
             answer += chunk
     except ConnectionError:
         pass

@@ -9,7 +9,7 @@ import pytest
 from router.http import streaming
 from router.http.errors import ErrorReply
 from router.http.fields import MAX_REPEATED
-from tests.router.served import serve
+from tests.router.served import events, serve
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -23,6 +23,27 @@ async def test_an_array_is_written_with_turns_for_others():
     assert turns >= 100
     assert await writing == str(list(range(1000))).replace(" ", "").encode()
     assert await streaming.json_array([], 10) == b"[]"
+
+
+async def test_a_large_reply_is_sent_some_at_a_time_and_a_small_one_at_once():
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    values = streaming.Filling()
+    text = {"a": values.place(b'"' + b"x" * 300_000 + b'"'), "b": 1, "c": values.place(b"[2]")}
+    large = streaming.json_reply(values.filled(msgspec.json.encode(text)))
+    await large({"type": "http"}, None, send)  # type: ignore[arg-type]  # it reads nothing
+    bodies = [message["body"] for message in sent[1:]]
+    whole = b"".join(bodies)
+    assert msgspec.json.decode(whole) == {"a": "x" * 300_000, "b": 1, "c": [2]}
+    assert max(map(len, bodies)) <= 2 * 64 * 1024
+    assert dict(sent[0]["headers"])[b"content-length"] == str(len(whole)).encode()
+    assert [message["more_body"] for message in sent[1:]] == [True] * (len(bodies) - 1) + [False]
+    sent.clear()
+    await streaming.json_reply([b"[1,", b"2]"])({"type": "http"}, None, send)  # type: ignore[arg-type]
+    assert [message["body"] for message in sent[1:]] == [b"[1,2]"]
 
 
 @pytest.fixture
@@ -68,6 +89,25 @@ async def test_log_probabilities_of_many_tokens_are_written_some_at_a_time(
         assert reply.status_code == 200, reply.text
         assert reply.text.count('"logprob') > 1
         assert sum(most_at_once) >= 280
+        assert max(most_at_once) <= 64
+
+
+async def test_log_probabilities_that_a_stop_string_held_back_are_written_some_at_a_time(
+    most_at_once: list[int],
+):
+    async with serve() as served:
+        served.says("word " * 100)
+        reply = await served.complete(
+            stop=["word " * 90 + "!"], logprobs=5, max_tokens=400, stream=True
+        )
+        choices = [event["choices"][0] for event in events(reply.text)[:-1]]
+        tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+        assert "".join(choice["text"] for choice in choices) == "word " * 100
+        assert len(tokens) >= 100
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [
+            "stop"
+        ]
+        assert sum(most_at_once) >= 100
         assert max(most_at_once) <= 64
 
 

@@ -159,6 +159,22 @@ async def test_a_role_that_may_not_call_is_denied_and_counted(role: PeerRole) ->
         assert own.counts.denied == 4
 
 
+@pytest.mark.parametrize(
+    ("role", "code"),
+    [
+        (PeerRole.WORKER, grpc.StatusCode.PERMISSION_DENIED),
+        (PeerRole.ROUTER, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_what_a_caller_may_not_ask_is_not_even_parsed(
+    role: PeerRole, code: grpc.StatusCode
+) -> None:
+    async with serving() as (address, services, _), open_channel(address, process(role)) as line:
+        call = line.unary_unary("/baton.rpc.v1.Control/Drain", bytes, bytes)
+        assert await outcome(call(b"\xff\xff", timeout=5)) is code
+        assert services.heard == []
+
+
 @pytest.mark.parametrize("method", ["Drain", "Undrain", "SetRole"])
 def test_an_operator_asks_a_router_which_spares_the_last_worker(method: str) -> None:
     called = f"/baton.rpc.v1.Control/{method}"

@@ -34,7 +34,7 @@ POSTS = {
 
 
 async def _parsed(schema: type[Body], fields: dict[str, Any]) -> Any:
-    return await BodyReader(2**30).parse(json.dumps(fields).encode(), schema)
+    return await BodyReader(2**30, timeout_s=60).parse(json.dumps(fields).encode(), schema)
 
 
 async def _refused(schema: type[Body], fields: dict[str, Any]) -> InvalidRequestError:
@@ -112,7 +112,7 @@ async def test_the_largest_conversation_is_read_as_it_would_be_at_once(field: st
     schema = ChatCompletionRequest if field == "messages" else ResponsesRequest
     fields = {"model": MODEL, field: [{"role": "user", "content": parts}] * 4000, "seed": 7}
     raw = json.dumps(fields).encode()
-    assert await BodyReader(2**30).parse(raw, schema) == parse_body(raw, schema)
+    assert await BodyReader(2**30, timeout_s=60).parse(raw, schema) == parse_body(raw, schema)
 
 
 async def test_the_loop_runs_while_a_large_conversation_is_read(monkeypatch):
@@ -137,7 +137,7 @@ async def test_the_loop_runs_while_a_large_conversation_is_read(monkeypatch):
 
 
 async def test_large_bodies_are_read_one_after_the_other():
-    bodies = BodyReader(2**30)
+    bodies = BodyReader(2**30, timeout_s=60)
     raw = json.dumps(CHAT | {"messages": [SAID] * 4000}).encode()
     first, second = (asyncio.ensure_future(bodies.parse(raw, ChatCompletionRequest)) for _ in "12")
     while not first.done():
@@ -179,7 +179,7 @@ async def test_a_long_list_that_is_not_of_token_ids_is_refused_by_name(wrong: st
         for quotes in ("", '"' * 600):
             raw = f'{{"model":"tiny","user":{json.dumps(quotes)},"prompt":[{listed}]}}'.encode()
             with pytest.raises(InvalidRequestError) as refused:
-                await BodyReader(2**30).parse(raw, CompletionRequest)
+                await BodyReader(2**30, timeout_s=60).parse(raw, CompletionRequest)
             assert refused.value.param in ("prompt", None)
 
 
@@ -187,7 +187,7 @@ async def test_a_field_given_twice_does_not_pass_a_check_with_one_and_count_with
     many = json.dumps([SAID] * 4000)
     raw = f'{{"model":"tiny","messages":{many},"messages":{json.dumps([SAID])}}}'.encode()
     with pytest.raises(InvalidRequestError, match="more than once"):
-        await BodyReader(2**30).parse(raw, ChatCompletionRequest)
+        await BodyReader(2**30, timeout_s=60).parse(raw, ChatCompletionRequest)
 
 
 _VALUES = st.recursive(
@@ -248,7 +248,9 @@ def test_what_is_accepted_in_pieces_is_accepted_whole(noise: bytes):
             return None
 
     whole = outcome(lambda: parse_body(raw, DetokenizeRequest))
-    pieces = outcome(lambda: asyncio.run(BodyReader(2**30).parse(raw, DetokenizeRequest)))
+    pieces = outcome(
+        lambda: asyncio.run(BodyReader(2**30, timeout_s=60).parse(raw, DetokenizeRequest))
+    )
     assert whole == pieces
 
 

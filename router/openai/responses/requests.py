@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
+from router.generation.answer_form import AnswerForm
 from router.generation.sampling import SamplingBody
 from router.http.fields import (
     MAX_MESSAGES,
@@ -22,7 +23,7 @@ from router.http.fields import (
 from router.http.known_fields import Api
 from router.openai.conversation import TemplateArguments, check_template_arguments
 from router.openai.requests import Logprobs, check_moderation
-from router.openai.tools import FunctionName, JsonObjectFormat, PlainText, check_format
+from router.openai.tools import ANY_OBJECT, FunctionName, JsonObjectFormat, PlainText
 from router.templates.renderer import ChatMessage, Conversation
 
 LOGPROBS = "message.output_text.logprobs"
@@ -171,6 +172,17 @@ class ResponsesRequest(SamplingBody):
         """How many likeliest tokens are listed beside each; None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
+    @property
+    def form_asked(self) -> AnswerForm | None:
+        """The form of `text`."""
+        match None if self.text is None else self.text.format:
+            case JsonObjectFormat():
+                return AnswerForm(kind="json", value=ANY_OBJECT, param="text")
+            case SchemaFormat() as form:
+                return AnswerForm(kind="json", value=form.schema_, param="text")
+            case _:
+                return None
+
     def as_conversation(self) -> Conversation:
         """The conversation."""
         effort = None if self.reasoning is None else self.reasoning.effort
@@ -195,10 +207,6 @@ class ResponsesRequest(SamplingBody):
         self._check_tools()
         check_template_arguments(self.chat_template_kwargs)
         check_moderation(self.moderation)
-        form = None if self.text is None else self.text.format
-        if isinstance(form, SchemaFormat):
-            raise unsupported("text", "Forms of the answer need constrained decoding.")
-        check_format(form, "text")
         return self
 
     def _check_tools(self) -> None:

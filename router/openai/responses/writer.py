@@ -7,7 +7,7 @@ import msgspec
 
 from baton.errors import BatonError
 from baton.generation import FinishReason
-from router.generation.generation_run import Delta, GenerationRun
+from router.generation.generation_run import Delta, GenerationRun, take_logged
 from router.generation.planner import RequestContext
 from router.http.errors import error_details
 from router.http.streaming import json_text, model_event, named_event
@@ -93,7 +93,7 @@ class ResponseWriter:
     async def before(self, deltas: Sequence[Delta]) -> None:
         """Nothing."""
 
-    async def closing(self, timings: Sequence[Timing]) -> bytes:  # noqa: ARG002
+    async def closing(self, timings: Sequence[Timing]) -> list[bytes]:  # noqa: ARG002
         """The text, its message and the response, all of them done."""
         reply = self._done(self._said)
         logprobs = await self._logprobs(self._said)
@@ -122,7 +122,7 @@ class ResponseWriter:
                 sequence_number=self._next(),
             ),
         )
-        return b"".join(_with_logprobs(model_event(event), logprobs) for event in done)
+        return [piece for event in done for piece in _with_logprobs(model_event(event), logprobs)]
 
     def fault(self, error: BatonError) -> bytes:
         """An event with the error."""
@@ -140,7 +140,7 @@ class ResponseWriter:
         self,
         choices: Sequence[Sequence[Delta]],
         timings: Sequence[Timing],  # noqa: ARG002  # no place for them here
-    ) -> bytes:
+    ) -> list[bytes]:
         """The response with its one message."""
         (deltas,) = choices
         reply = self._done(deltas).model_dump_json().encode()
@@ -182,17 +182,17 @@ class ResponseWriter:
         count = self._body.num_logprobs
         if count is None:
             return b"[]"
-        logged = (token for delta in deltas for token in delta.logged)
-        return await chat_logprobs(logged, count, self._pieces)
+        return await chat_logprobs(take_logged(deltas), count, self._pieces)
 
     def _next(self) -> int:
         return next(self._numbers)
 
 
-def _with_logprobs(json: bytes, logprobs: bytes) -> bytes:
-    """`json` with log-probabilities in the place of their empty list. No text of a client's has that sign by sign: within JSON's
-    strings a quotation mark has a backslash before it."""
-    return json.replace(b'"logprobs":[]', b'"logprobs":' + logprobs, 1)
+def _with_logprobs(json: bytes, logprobs: bytes) -> list[bytes]:
+    """The pieces of `json` with log-probabilities in the place of their empty list. No text of a client's has that sign by sign: within
+    JSON's strings a quotation mark has a backslash before it."""
+    before, _, after = json.partition(b'"logprobs":[]')
+    return [before, b'"logprobs":', logprobs, after]
 
 
 def _usage(run: GenerationRun) -> ResponseUsage:

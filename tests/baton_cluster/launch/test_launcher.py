@@ -26,6 +26,7 @@ from baton_cluster.launch.supervisor import (
     AnnounceRestart,
     ChildState,
 )
+from tests.waits import soon
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -69,7 +70,9 @@ class Recorder:
 
     async def until(self, kind):
         async with self._news:
-            await self._news.wait_for(lambda: any(isinstance(a, kind) for a in self.announcements))
+            await soon(
+                self._news.wait_for(lambda: any(isinstance(a, kind) for a in self.announcements))
+            )
 
 
 def fake_cluster(config, observer=None) -> LocalCluster:
@@ -79,9 +82,9 @@ def fake_cluster(config, observer=None) -> LocalCluster:
 async def ask(url: str) -> str:
     """What the router behind `url` says: its incarnation."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
-    answer = await reader.read()
+    answer = await soon(reader.read())
     writer.close()
-    await writer.wait_closed()
+    await soon(writer.wait_closed())
     return answer.decode().strip()
 
 

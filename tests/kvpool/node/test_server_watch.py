@@ -15,6 +15,7 @@ from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
 from kvpool.node.server import WatchStreams
 from tests.kvpool.test_service import ANNA, Node, Worker, identity, keys, node  # noqa: F401
+from tests.waits import soon
 
 
 class Watcher:
@@ -135,7 +136,7 @@ def test_however_slow_a_router_is_it_ends_up_knowing_what_is_held(states, max_wa
                 watchers.changed(BlockChanges(stored=stored, removed=removed))
                 before = after
                 if number % 3 == 0:
-                    note(held, await stream.frames.get())
+                    note(held, await soon(stream.frames.get()))
             async with asyncio.timeout(20):
                 idle = 0
                 while idle < 3:  # frames with nothing in them come only when all is told

@@ -118,7 +118,7 @@ async def test_a_fault_in_mid_stream_is_the_streams_last_event():
         {"thinking": {"type": "enabled", "budget_tokens": 5}},
         {"mcp_servers": [{}]},
         {"output_config": {"effort": "low"}},
-        {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
         {"n": 2},
         {"prompt_logprobs": 1},
     ],

@@ -76,6 +76,7 @@ def _assert_refused(reply: Any, status: int, code: str, param: str | None) -> No
         ({"bad_words": ["x"] * 65}, "bad_words"),
         ({"bad_words": [str(i) * 20 for i in range(60)]}, "bad_words"),
         ({"stream_interval": 0}, "stream_interval"),
+        ({"stream_interval": 257}, "stream_interval"),
         ({"truncation_side": "middle"}, "truncation_side"),
         ({"stream_options": {"include_usage": 1}}, "stream_options"),
         ({"cache_salt": {"a": 1}}, "cache_salt"),
@@ -152,12 +153,16 @@ _FUNCTION = {"name": "f", "parameters": {"type": "object"}}
             "tools",
         ),
         ({"functions": [_FUNCTION]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"not": {}}},
+                }
+            },
             "response_format",
         ),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"uniqueItems": True}}}, "structured_outputs"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"moderation": {"model": "m", "policy": {"input": {"mode": "block"}}}}, "moderation"),

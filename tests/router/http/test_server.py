@@ -37,7 +37,7 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
     except asyncio.IncompleteReadError as cut:
         return cut.partial
     length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
-    return head + await reader.readexactly(int(length.split(b":")[1]))
+    return head + await soon(reader.readexactly(int(length.split(b":")[1])))
 
 
 async def test_a_connection_is_kept_for_the_next_request_and_closed_after_a_while():
@@ -94,6 +94,23 @@ async def test_what_is_left_of_a_refused_body_does_not_keep_the_connection():
             writer.write(b" ")
             await asyncio.wait([closed], timeout=KEEP_ALIVE_S / 4)
         assert closed.result() == b""
+
+
+async def test_a_body_that_does_not_come_in_time_is_408_and_the_connection_is_closed():
+    async with (
+        serve(http_body_timeout_s=KEEP_ALIVE_S) as served,
+        listening(served.app, keep_alive_s=60) as url,
+        connection(url) as (reader, writer),
+    ):
+        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+        closed = asyncio.create_task(reader.read())
+        for _ in range(2):  # that some of it comes meanwhile does not count
+            writer.write(b" ")
+            await asyncio.wait([closed], timeout=KEEP_ALIVE_S / 4)
+        reply = await closed
+        assert b" 408 " in reply
+        assert b'"code":"request_timeout"' in reply
+        assert served.metric("baton_http_requests_total", route="/tokenize", status="408") == 1
 
 
 async def test_an_answer_that_takes_longer_than_that_is_not_cut():

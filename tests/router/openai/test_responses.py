@@ -142,7 +142,11 @@ async def test_a_fault_in_mid_stream_is_the_streams_last_event():
         ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools"),
         ({"tools": [{"type": "function"}], "tool_choice": "none"}, "invalid_request", "tools"),
         ({"tool_choice": "required"}, "invalid_request", "tool_choice"),
-        ({"text": {"format": {"type": "json_object"}}}, "unsupported_parameter", "text"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}},
+            "unsupported_parameter",
+            "text",
+        ),
         ({"text": {"format": {"type": "json_schema"}}}, "invalid_request", "text"),
         ({"top_logprobs": 21}, "invalid_request", "top_logprobs"),
         ({"max_output_tokens": 512}, "context_length_exceeded", "max_output_tokens"),

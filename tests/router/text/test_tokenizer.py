@@ -11,8 +11,8 @@ import pytest
 from tokenizers import processors
 
 from baton.errors import InvalidRequestError, ModelLoadError
+from baton.pretrained import PretrainedTokenizer
 from router.templates.renderer import Conversation
-from router.text.pretrained import PretrainedTokenizer
 from router.text.tokenizer import Tokenizer
 from tests.router.served import tiny_tokenizer
 from tests.router.text.tiny_tokenizers import byte_fallback, byte_level, save, token_id
@@ -79,7 +79,7 @@ async def test_special_tokens_are_added_only_where_asked(tmp_path: Path):
     tokenizer = Tokenizer.load(save(backend, tmp_path))
     plain = await tokenizer.encode("hi", add_special_tokens=False)
     first = token_id(backend, "<|system|>")
-    assert await tokenizer.encode("hi", add_special_tokens=True) == [first, *plain]
+    assert await tokenizer.encode("hi", add_special_tokens=True) == (first, *plain)
     assert first not in await tokenizer.encode_chat(_USER)
     tokenizer.close()
 
@@ -191,5 +191,5 @@ async def test_a_long_text_is_encoded_by_the_way_that_lets_other_threads_run():
     tokenizer.backend = Mock(spec_set=["encode_batch_fast"])
     tokenizer.backend.encode_batch_fast = backend.encode_batch_fast
     ids = await tokenizer.encode(text, add_special_tokens=True)
-    assert ids == backend.encode(text, add_special_tokens=True).ids
+    assert ids == tuple(backend.encode(text, add_special_tokens=True).ids)
     tokenizer.close()

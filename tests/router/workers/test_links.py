@@ -98,7 +98,7 @@ async def test_a_prefill_leg_brings_first_tokens_then_the_hand_off_then_the_load
                 transfer_address=workers["d"].hello.transfer_address,
             )
         )
-        first, done, load = [await events.get() for _ in range(3)]
+        first, done, load = [await soon(events.get()) for _ in range(3)]
         assert isinstance(first, Prefilled)
         assert (first.first_tokens, first.cached_tokens) == ((drawn(0, 0, 2),), 3)
         assert isinstance(done, HandedOff)
@@ -109,7 +109,7 @@ async def test_a_cancel_reaches_the_worker(tmp_path):
     async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
         await soon(events.get())
         link.send(SendCancel(worker=link.hello.identity, leg_id=LegId(9)))
-        assert await workers["w"].cancelled.get() == 9
+        assert await soon(workers["w"].cancelled.get()) == 9
 
 
 async def test_a_killed_worker_is_lost_and_its_next_start_is_another_worker(tmp_path):
@@ -148,12 +148,12 @@ async def test_a_worker_of_another_protocol_is_not_taken_until_it_speaks_ours(tm
 
 async def test_a_worker_that_changes_its_role_stays_the_worker_that_it_is(tmp_path):
     async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
-        identity = (await events.get()).hello.identity
+        identity = (await soon(events.get())).hello.identity
         workers["w"].greet_again(role=Role.DECODE)
-        assert await events.get() == RoleChanged(worker=identity, role=Role.DECODE)
+        assert await soon(events.get()) == RoleChanged(worker=identity, role=Role.DECODE)
         assert link.hello.role is Role.DECODE
         link.send(generate(link))
-        assert isinstance(await events.get(), Prefilled)
+        assert isinstance(await soon(events.get()), Prefilled)
 
 
 async def test_a_worker_that_becomes_another_one_in_mid_stream_is_hung_up_on(tmp_path):

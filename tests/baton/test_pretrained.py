@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from baton.errors import ModelLoadError
-from router.text.pretrained import PretrainedTokenizer, read_tokenizer
+from baton.pretrained import PretrainedTokenizer, read_tokenizer
 from tests.router.text.tiny_tokenizers import byte_fallback, byte_level, save
 
 Change = Callable[[Path], None]

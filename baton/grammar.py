@@ -1,0 +1,31 @@
+"""How much a grammar may cost, told to llguidance the same way wherever it is called: the router checks with these limits what a
+client sends, and the engine compiles with them.
+"""
+
+from llguidance import LLParserLimits
+
+from baton.config.schema import GrammarConfig
+
+_MAX_ITEMS_IN_ROW = 2_000
+_ITEMS_OF_FUEL = 4
+"""Fuel of the lexer that takes the time of one item of the parser, about: 70 and 20 per microsecond."""
+
+
+def parser_limits(config: GrammarConfig) -> LLParserLimits:
+    """The limits of one grammar. They count work, not time, so that every process refuses the same grammars."""
+    return LLParserLimits(
+        max_items_in_row=_MAX_ITEMS_IN_ROW,
+        initial_lexer_fuel=config.compile_fuel,
+        step_lexer_fuel=config.step_fuel,
+        step_max_items=config.step_fuel // _ITEMS_OF_FUEL,
+        max_lexer_states=config.max_states,
+        max_grammar_size=config.max_symbols,
+        verbose_errors=False,
+    )
+
+
+def reason_of(message: str) -> str:
+    """What llguidance complains of, without the excerpts that it shows."""
+    lines = message.strip().splitlines() or ["no reason given"]
+    errors = [line for line in lines[1:] if line.startswith("error: ")]
+    return ": ".join([lines[0].rstrip(":"), *errors[:1]])[:300]

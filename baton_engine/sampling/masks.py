@@ -1,0 +1,87 @@
+"""Which tokens grammars allow in a step: one bit per token for each constrained row, found on the host while the device computes the
+scores, and sent with all else that rows ask for.
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from baton_engine.scheduling.plan import Row
+from baton_engine.staging import StagedArray, StagedBatch
+
+_WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masks:
+    """What the constrained rows of a step may draw.
+
+    Attributes:
+        places: `[num_masked]` int64, of the rows among all.
+        bits: `[num_masked, num_bytes]` uint8, a bit per token, lowest first.
+    """
+
+    places: StagedArray
+    bits: StagedArray
+
+
+def collect_masks(
+    rows: Sequence[Row], held_back: Sequence[Set[int]], vocab_size: int, staged: StagedBatch
+) -> Masks | None:
+    """Asks the constraints of the rows; None where no row has one.
+
+    Args:
+        rows: One per row of the scores.
+        held_back: Of each row the tokens that may not be drawn either, unless the grammar allows no others.
+        vocab_size: Of the scores.
+        staged: Takes the masks to the device.
+    """
+    places = [i for i, row in enumerate(rows) if row.seq.constraint is not None]
+    if not places:
+        return None
+    words = np.empty((len(places), -(-vocab_size // _WORD_BITS)), np.uint32)
+    for mask, place in zip(words, places, strict=True):
+        constraint = rows[place].seq.constraint
+        assert constraint is not None
+        constraint.fill(mask)
+        _hold_back(mask, held_back[place], vocab_size)
+    return Masks(
+        places=staged.add(np.array(places, np.int64)), bits=staged.add(words.view(np.uint8))
+    )
+
+
+def _hold_back(mask: NDArray[np.uint32], tokens: Set[int], vocab_size: int) -> None:
+    """Clears the bits of `tokens`, unless no bit would be left."""
+    kept = None
+    for token in tokens:
+        if 0 <= token < vocab_size:
+            kept = mask.copy() if kept is None else kept
+            kept[token // _WORD_BITS] &= np.uint32(~(1 << token % _WORD_BITS) & 0xFFFF_FFFF)
+    if kept is not None and kept.any():
+        mask[:] = kept
+
+
+def masked(scores: torch.Tensor, masks: Masks) -> torch.Tensor:
+    """A copy of `scores`, minus infinity wherever a row's mask has no bit.
+
+    Args:
+        scores: `[num_rows, vocab]` float32; not changed.
+        masks: Arrived.
+    """
+    places, bits = masks.places.tensor, masks.bits.tensor
+    spread = _spread(scores.device).index_select(0, bits.view(-1).int()).view(torch.bool)
+    allowed = spread.view(len(bits), -1)[:, : scores.shape[1]]
+    if len(places) == len(scores):
+        return scores.where(allowed, float("-inf"))
+    return scores.index_copy(0, places, scores[places].where(allowed, float("-inf")))
+
+
+@cache
+def _spread(device: torch.device) -> torch.Tensor:
+    """Of each byte its eight bits as eight bools, held as one number: `[256]` int64."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy(bits.view(np.int64).reshape(-1)).to(device)

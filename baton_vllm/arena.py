@@ -1,0 +1,134 @@
+"""vLLM's KV cache in memory that a worker can share: where it lies, and what its pages look like to a peer.
+
+vLLM allocates its whole cache at once, `torch.zeros(size, dtype=int8)`, and asks its connector for a context to do so in. Its views
+then lie as our arenas do: layers outermost, pages one after the other, in each page the heads. What a head's bytes mean is known to
+the attention backend alone, so that whatever decides it stands in the layout's fingerprint.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from baton.errors import ConfigError, InvariantError
+from baton.ids import LayerName
+from baton.layout import DTYPE_BYTES, SPARE_BLOCKS, KvLayout
+from baton_engine.ports import ArenaAllocator, ArenaBytes
+
+
+class VllmArena(TorchFunctionMode):
+    """Entered while vLLM allocates its KV cache, it gives that allocation, and only that, from `memory`.
+
+    Args:
+        memory: Where from. Host memory only: nothing here tells when a GPU has computed a layer.
+        model: Digest of the model's config and weights.
+    """
+
+    def __init__(self, memory: ArenaAllocator, model: str) -> None:
+        super().__init__()
+        self._memory = memory
+        self._model = model
+        self._bytes: ArenaBytes | None = None
+        self._layout: KvLayout | None = None
+        self._pages = 0
+        self._layer_index: dict[str, int] = {}
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """See torch: is asked for every call of a torch function while entered."""
+        named = dict(kwargs or {})
+        if func is not torch.zeros or named.get("dtype") is not torch.int8:
+            return func(*args, **named)
+        if torch.device(named.get("device") or "cpu").type != "cpu":
+            raise ConfigError(
+                "engine.kind vllm: pages are handed off by workers on CPUs only; on a GPU a worker has to be hybrid"
+            )
+        if self._bytes is not None:
+            raise InvariantError("vLLM allocated its KV cache twice")
+        (size,) = args
+        self._bytes = self._memory.allocate(size)
+        assert self._bytes.view is not None
+        return torch.frombuffer(self._bytes.view, dtype=torch.int8, count=size)
+
+    def register(
+        self, views: Mapping[str, torch.Tensor], block_tokens: int, facts: Mapping[str, str]
+    ) -> None:
+        """vLLM's views of its cache, `[num_blocks, num_kv_heads, block_tokens, 2 * head_dim]` for each layer.
+
+        Args:
+            views: By the layer's name. Layers that share a cache are one.
+            block_tokens: Tokens in a block, of the cache's specification.
+            facts: What else decides the bytes of a page: vLLM's version, the attention backend, the kind of processor.
+
+        Raises:
+            ConfigError: They do not lie as an arena's layers do; names the layer and what differs.
+        """
+        if self._bytes is None:
+            raise ConfigError("vLLM did not allocate its KV cache where its connector told it to")
+        layers = _own_layers(views)
+        shape, dtype = layers[0][1].shape, str(layers[0][1].dtype).removeprefix("torch.")
+        if len(shape) != 4 or shape[2] != block_tokens or shape[3] % 2 or dtype not in DTYPE_BYTES:
+            raise ConfigError(
+                f"KV pages of shape {list(shape)} and {dtype} cannot be handed off between vLLM workers (blocks of {block_tokens} tokens)"
+            )
+        layout = KvLayout(
+            model_fingerprint=_fingerprint({"model": self._model, **facts}),
+            dtype=dtype,
+            block_tokens=block_tokens,
+            num_kv_heads=shape[1],
+            head_dim=shape[3] // 2,
+            layers=tuple(LayerName(name) for name, _ in layers),
+        )
+        for index, (name, view) in enumerate(layers):
+            offset = view.data_ptr() - self._bytes.address
+            if (
+                view.shape != shape
+                or offset != layout.layer_offset(index, shape[0])
+                or view.stride(0) * view.element_size() != layout.page_layer_bytes
+                or not view[0].is_contiguous()
+            ):
+                raise ConfigError(
+                    f"KV pages of layer {name} do not follow each other as those of {layers[0][0]} do; they cannot be handed off"
+                )
+        self._layout, self._pages = layout, shape[0]
+        indices = {view.data_ptr(): index for index, (_, view) in enumerate(layers)}
+        self._layer_index = {name: indices[view.data_ptr()] for name, view in views.items()}
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of the pages.
+
+        Raises:
+            InvariantError: vLLM has not allocated its cache yet.
+        """
+        if self._layout is None:
+            raise InvariantError("vLLM has not allocated its KV cache yet")
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages that vLLM may hand out; the spare one behind them is not among them."""
+        return self._pages - SPARE_BLOCKS
+
+    def layer_index(self, name: str) -> int:
+        """Index into `KvLayout.layers` of one of vLLM's layers."""
+        return self._layer_index[name]
+
+
+def _own_layers(views: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """One name for every cache, in the order in which they lie."""
+    own: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, view in views.items():
+        own.setdefault(view.data_ptr(), (name, view))
+    return [own[address] for address in sorted(own)]
+
+
+def _fingerprint(facts: Mapping[str, str]) -> str:
+    """By name, so that a refusal at the hello says what differs."""
+    return " ".join(f"{name}={value}" for name, value in facts.items())

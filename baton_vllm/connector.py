@@ -1,0 +1,161 @@
+"""vLLM's KV connector that leaves sending and receiving to a Baton worker: what vLLM asks and tells, as calls of `VllmHandOffs`.
+
+vLLM makes two of these, one for its scheduler and one for its worker; both live on the engine's thread and share one table. Written
+against vLLM 0.32: the interface is experimental there.
+"""
+
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.v1.request import RequestStatus
+
+from baton.ids import SeqId
+from baton_vllm.arena import VllmArena
+from baton_vllm.hand_offs import VllmHandOffs
+
+CONNECTOR_CONFIG = {
+    "kv_connector": "BatonConnector",
+    "kv_connector_module_path": "baton_vllm.connector",
+    "kv_role": "kv_both",
+}
+"""Of vLLM's `KVTransferConfig`; `kv_connector_extra_config` is `connector_objects`."""
+
+_COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+def connector_objects(hand_offs: VllmHandOffs, arena: VllmArena) -> dict[str, Any]:
+    """What both halves are given: vLLM makes them itself, in this process."""
+    return {"hand_offs": hand_offs, "arena": arena}
+
+
+def go_on_from(request: Any, token: int) -> None:
+    """A request that waits for its prompt's KV gets the first token behind its prompt: so vLLM computes that token next, and no part
+    of the prompt again. To be called before the request is named as received.
+    """
+    request.prompt_token_ids.append(token)
+    request._all_token_ids.append(token)
+    request.num_prompt_tokens += 1
+    request.update_block_hashes()
+
+
+class BatonConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Empty: both halves look at the same table."""
+
+
+class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """See the module's text; the methods are vLLM's."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        objects = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._hand_offs: VllmHandOffs = objects["hand_offs"]
+        self._arena: VllmArena = objects["arena"]
+
+    # Its worker's half.
+
+    def get_mem_pool_context(self) -> VllmArena:
+        """The KV cache is allocated in it."""
+        return self._arena
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The KV cache is there."""
+        block_tokens = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._hand_offs.use_blocks_of(block_tokens)
+        layers = self._vllm_config.compilation_config.static_forward_context
+        backends = {layers[name].get_attn_backend().get_name() for name in kv_caches}
+        facts = {
+            "vllm": vllm.__version__,
+            "attention": "+".join(sorted(backends)),
+            "processor": torch.backends.cpu.get_cpu_capability(),
+            "pages": str(self._kv_cache_config.kv_cache_layout),
+        }
+        self._arena.register(kv_caches, block_tokens, facts)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """KV comes from a peer, not from here."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is computed before all of its KV is there."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,  # noqa: ARG002
+        attn_metadata: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        """A layer of the step is computed."""
+        self._hand_offs.layer_computed(self._arena.layer_index(layer_name))
+
+    def wait_for_save(self) -> None:
+        """Pages are kept for as long as they are read, so that no step waits for it."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:  # noqa: ARG002
+        """The step is over."""
+        return self._hand_offs.after_step()
+
+    # Its scheduler's half.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The last page is never handed out: peers probe their way into the arena with it (`baton.layout.SPARE_BLOCKS`)."""
+        gpu_block_pool.free_block_queue.remove(gpu_block_pool.blocks[-1])
+        gpu_block_pool.num_gpu_blocks -= 1
+
+    def get_num_new_matched_tokens(
+        self,
+        request: Any,
+        num_computed_tokens: int,
+    ) -> tuple[int, bool]:
+        """How much of a prompt comes from elsewhere, while the request waits."""
+        tokens = self._hand_offs.matched_tokens(SeqId(request.request_id), num_computed_tokens)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(
+        self,
+        request: Any,
+        blocks: Any,
+        num_external_tokens: int,
+    ) -> None:
+        """A request has blocks."""
+        if num_external_tokens:
+            self._hand_offs.allocated(SeqId(request.request_id), blocks.get_block_ids()[0])
+
+    def build_connector_meta(self, scheduler_output: Any) -> BatonConnectorMetadata:
+        """The next step is decided."""
+        num_tokens = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            self._hand_offs.scheduled(
+                SeqId(new.req_id),
+                new.block_ids[0],
+                start=new.num_computed_tokens,
+                num_tokens=num_tokens[new.req_id],
+                anew=True,
+            )
+        cached = scheduler_output.scheduled_cached_reqs
+        for req_id, blocks, start in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            self._hand_offs.scheduled(
+                SeqId(req_id),
+                blocks[0] if blocks is not None else (),
+                start=start,
+                num_tokens=num_tokens[req_id],
+                anew=req_id in cached.resumed_req_ids,
+            )
+        self._hand_offs.before_step()
+        return BatonConnectorMetadata()
+
+    def request_finished(
+        self,
+        request: Any,
+        block_ids: list[int],  # noqa: ARG002
+    ) -> tuple[bool, None]:
+        """A request is over, and its blocks are about to be given back."""
+        complete = request.status in _COMPLETE
+        return self._hand_offs.finished(SeqId(request.request_id), complete=complete), None

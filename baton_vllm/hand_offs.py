@@ -1,0 +1,318 @@
+"""Which of vLLM's requests are handed off, and what their pages wait for: joins vLLM's scheduler and its model runner with our commands.
+
+vLLM asks its connector in two places, its scheduler and its worker, with an object in each (`baton_vllm.connector`). Both share this
+table, on the engine's thread. It knows nothing of vLLM, so that its rules can be tested without.
+
+    prefilled here    COMPUTING → KEPT (vLLM's request is over, its blocks are not) → ENDING → gone, blocks free
+    received here     WAITING → RESERVED → STARTED → vLLM's alone
+                                    └────────┴→ ENDING → gone, blocks free
+
+vLLM gives blocks back at once when a request ends, but for two kinds: those whose `request_finished` answered True, until the worker
+names them as sent, and those that wait for KV from elsewhere, until the worker names them as received.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from baton.errors import InvalidRequestError, InvariantError
+from baton.generation import Prompt
+from baton.ids import BlockId, LegKind, SeqId
+from baton_engine.messages import PrefillStarted, Released, Reserved, SeqEvent
+from baton_engine.ports import LayerReady, LayerSink, PageExport
+
+
+class PageState(Enum):
+    """Where a sequence is that is handed off; see the module's text."""
+
+    COMPUTING = auto()
+    KEPT = auto()
+    WAITING = auto()
+    RESERVED = auto()
+    STARTED = auto()
+    ENDING = auto()
+
+
+_S = PageState
+
+_NEXT = {
+    _S.COMPUTING: frozenset({_S.KEPT}),
+    _S.KEPT: frozenset({_S.ENDING}),
+    _S.WAITING: frozenset({_S.RESERVED}),
+    _S.RESERVED: frozenset({_S.STARTED, _S.ENDING}),
+    _S.STARTED: frozenset({_S.ENDING}),
+    _S.ENDING: frozenset[PageState](),
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One that is handed off.
+
+    Attributes:
+        num_tokens: Of its prompt.
+        blocks: vLLM's, in order, as far as it has them.
+        num_exported: Leading ones that the sink was told of.
+        tells_released: Whether its end is told.
+    """
+
+    seq_id: SeqId
+    kind: LegKind
+    num_tokens: int
+    state: PageState
+    blocks: list[BlockId] = field(default_factory=list)
+    num_exported: int = 0
+    num_cached: int = 0
+    tells_released: bool = True
+
+    def move(self, state: PageState) -> None:
+        """Goes on to `state`."""
+        if state not in _NEXT[self.state]:
+            raise InvariantError(f"{self.seq_id} cannot go from {self.state} to {state}")
+        self.state = state
+
+
+def refusal(prompt: Prompt) -> InvalidRequestError | None:
+    """Why a pair of vLLM workers cannot serve `prompt`, or None.
+
+    The receiving worker is given the first token as part of the prompt, since vLLM would compute and draw it anew otherwise. What
+    counts generated tokens would miss it.
+    """
+    sampling = prompt.sampling
+    if len(prompt.samples) != 1:
+        return _unserved("n", "other than 1")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if getattr(sampling, name):
+            return _unserved(name, "other than 0")
+    if sampling.grammar:
+        return _unserved("response_format", "a form that the answer is held to")
+    if any(len(word) > 1 for word in sampling.bad_words):
+        return _unserved("bad_words", "of more than one token")
+    return None
+
+
+def _unserved(param: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{param}: {what} cannot be had where one vLLM worker prefills and another decodes; a hybrid one takes it",
+        param=param,
+    )
+
+
+class VllmHandOffs:
+    """The sequences of one engine that are handed off. Not thread-safe: the engine's thread owns it.
+
+    The host gives vLLM a request for each, under the same id: to prefill one that ends after one token; to receive one that
+    generates one token less than was asked for.
+
+    Args:
+        tell: Gets what is known before a step, on the engine's thread.
+        sink: Told of pages that are to be sent; None where none are.
+    """
+
+    def __init__(
+        self, tell: Callable[[Sequence[SeqEvent]], None], sink: LayerSink | None = None
+    ) -> None:
+        self._tell = tell
+        self._sink = sink
+        self._block_tokens = 0
+        self._sequences: dict[SeqId, _Sequence] = {}
+        self._events: list[SeqEvent] = []
+        self._exports: list[PageExport] = []
+
+    def use_blocks_of(self, block_tokens: int) -> None:
+        """So many tokens are in a block; vLLM decides it when it allocates its cache."""
+        self._block_tokens = block_tokens
+
+    # The host: one call per command.
+
+    def prefill(self, seq_id: SeqId, num_tokens: int) -> None:
+        """vLLM is about to get a request whose pages are to be kept for another worker."""
+        self._add(seq_id, LegKind.PREFILL, num_tokens, _S.COMPUTING)
+
+    def receive(self, seq_id: SeqId, num_tokens: int) -> None:
+        """vLLM is about to get a request whose prompt is computed elsewhere."""
+        self._add(seq_id, LegKind.RECEIVE, num_tokens, _S.WAITING)
+
+    def start(self, seq_id: SeqId, *, goes_on: bool) -> bool:
+        """The reserved blocks hold the prompt's KV.
+
+        Args:
+            seq_id: Of the sequence.
+            goes_on: Whether there is anything left to generate. If not, vLLM's request is to be aborted now, and no end is told.
+
+        Returns:
+            Whether it is still here.
+
+        Raises:
+            InvariantError: It holds no reservation.
+        """
+        sequence = self._sequences.get(seq_id)
+        if sequence is None:
+            return False
+        sequence.move(_S.STARTED)
+        sequence.tells_released = goes_on
+        return True
+
+    def end(self, seq_id: SeqId) -> bool:
+        """The hand-off is over, whether done or not: nobody reads the blocks any more, nor writes to them.
+
+        Returns:
+            Whether vLLM has to abort its request; False where that is over, or was never one of these.
+        """
+        sequence = self._sequences.get(seq_id)
+        if sequence is None or sequence.state is _S.ENDING:
+            return False
+        if sequence.state is not _S.KEPT:
+            return True
+        sequence.move(_S.ENDING)
+        return False
+
+    def __contains__(self, seq_id: SeqId) -> bool:
+        """Whether its end is told from here."""
+        return seq_id in self._sequences
+
+    @property
+    def has_news(self) -> bool:
+        """Whether vLLM has to make a step, be it empty, to hear of blocks that it may use."""
+        return any(s.state in (_S.STARTED, _S.ENDING) for s in self._sequences.values())
+
+    def take_events(self) -> list[SeqEvent]:
+        """What the last step did; vLLM has given back the blocks of those that are released."""
+        events, self._events = self._events, []
+        return events
+
+    # vLLM's scheduler.
+
+    def matched_tokens(self, seq_id: SeqId, num_cached: int) -> int:
+        """How many of a request's tokens come from elsewhere, behind the `num_cached` that this worker's prefix cache has."""
+        sequence = self._sequences.get(seq_id)
+        if sequence is None or sequence.state is not _S.WAITING:
+            return 0
+        sequence.num_cached = num_cached
+        return sequence.num_tokens - num_cached
+
+    def allocated(self, seq_id: SeqId, blocks: Sequence[int]) -> None:
+        """A request has these blocks, in order."""
+        sequence = self._sequences.get(seq_id)
+        if sequence is None or sequence.state is not _S.WAITING:
+            return
+        sequence.move(_S.RESERVED)
+        sequence.blocks = [BlockId(block) for block in blocks]
+        if len(sequence.blocks) != self._num_blocks(sequence):
+            raise InvariantError(
+                f"{seq_id} was given {len(blocks)} blocks for {sequence.num_tokens} tokens"
+            )
+        self._events.append(
+            Reserved(
+                seq_id=seq_id,
+                blocks=tuple(sequence.blocks),
+                held_blocks=sequence.num_cached // self._block_tokens,
+            )
+        )
+
+    def scheduled(
+        self, seq_id: SeqId, blocks: Sequence[int], *, start: int, num_tokens: int, anew: bool
+    ) -> None:
+        """The step to come computes a chunk.
+
+        Args:
+            seq_id: Of the request.
+            blocks: All that it has with `anew`, else those that it was given for this step.
+            start: Tokens before the chunk.
+            num_tokens: In it.
+            anew: Whether it is the first one, or the first one after a preemption.
+        """
+        sequence = self._sequences.get(seq_id)
+        if sequence is None or sequence.state is not _S.COMPUTING:
+            return
+        if anew:
+            sequence.blocks, sequence.num_exported, sequence.num_cached = [], 0, start
+            self._events.append(
+                PrefillStarted(
+                    seq_id=seq_id, num_blocks=self._num_blocks(sequence), cached_tokens=start
+                )
+            )
+        sequence.blocks += [BlockId(block) for block in blocks]
+        self._export(sequence, start + num_tokens)
+
+    def before_step(self) -> None:
+        """Tells what vLLM's scheduler decided, so that a hand-off can be prepared while the step computes."""
+        if self._events:
+            self._tell(self.take_events())
+
+    def finished(self, seq_id: SeqId, *, complete: bool) -> bool:
+        """vLLM's request is over.
+
+        Args:
+            seq_id: Of the request.
+            complete: Whether it drew what it was to draw; False for one that was aborted.
+
+        Returns:
+            Whether its blocks stay until it is named as sent.
+        """
+        sequence = self._sequences.get(seq_id)
+        if sequence is None:
+            return False
+        match sequence.state:
+            case _S.COMPUTING if complete:
+                sequence.move(_S.KEPT)
+                return True
+            case _S.COMPUTING | _S.WAITING:
+                self._forget(sequence)
+            case _S.RESERVED | _S.STARTED:
+                sequence.move(_S.ENDING)  # vLLM waits for it to be named as received
+            case _S.KEPT | _S.ENDING:
+                raise InvariantError(f"{seq_id} was finished twice")
+        return False
+
+    # vLLM's worker.
+
+    def layer_computed(self, layer_index: int) -> None:
+        """The pages that this step completes hold the KV of one layer."""
+        if self._exports and self._sink is not None:
+            self._sink.save_kv_layer(LayerReady(layer_index=layer_index, exports=self._exports))
+
+    def after_step(self) -> tuple[set[str], set[str]]:
+        """What vLLM is to be told behind its step.
+
+        Returns:
+            Requests whose blocks may be used otherwise, having been kept to be sent; and those that wait no more for KV, to go on or,
+            where they are over, to give back their blocks.
+        """
+        self._exports = []
+        sent: set[str] = set()
+        received: set[str] = set()
+        for sequence in tuple(self._sequences.values()):
+            if sequence.state is _S.ENDING:
+                (sent if sequence.kind is LegKind.PREFILL else received).add(sequence.seq_id)
+                self._forget(sequence)
+            elif sequence.state is _S.STARTED:
+                received.add(sequence.seq_id)
+                del self._sequences[sequence.seq_id]
+        return sent, received
+
+    def _add(self, seq_id: SeqId, kind: LegKind, num_tokens: int, state: PageState) -> None:
+        if seq_id in self._sequences:
+            raise InvariantError(f"sequence {seq_id} was submitted twice")
+        self._sequences[seq_id] = _Sequence(seq_id, kind, num_tokens, state)
+
+    def _forget(self, sequence: _Sequence) -> None:
+        del self._sequences[sequence.seq_id]
+        if sequence.tells_released:
+            self._events.append(Released(seq_id=sequence.seq_id))
+
+    def _export(self, sequence: _Sequence, computed: int) -> None:
+        """Pages that are complete once `computed` tokens are; the first time this includes those that were cached."""
+        first = sequence.num_exported
+        is_last = computed == sequence.num_tokens
+        end = self._num_blocks(sequence) if is_last else computed // self._block_tokens
+        if end == first:
+            return
+        pages = tuple(sequence.blocks[first:end])
+        if len(pages) != end - first:
+            raise InvariantError(f"{sequence.seq_id} computes tokens that it has no blocks for")
+        self._exports.append(PageExport(seq_id=sequence.seq_id, first_block=first, blocks=pages))
+        sequence.num_exported = end
+
+    def _num_blocks(self, sequence: _Sequence) -> int:
+        return -(-sequence.num_tokens // self._block_tokens)

@@ -1,0 +1,216 @@
+"""The form that a client wants an answer in, out of the fields of all APIs that say so, and the grammar that it makes."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from llguidance import LLMatcher, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError, model_validator
+
+from baton.errors import InvalidRequestError
+from router.http.fields import BodyObject, JsonObject, only, refusal, unsupported
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Between the parts of JSON, at most: a model that does nothing but break lines comes to an end of them."""
+_JSON_OPTIONS: dict[str, JsonValue] = {"whitespace_pattern": WHITESPACE}
+MAX_CHOICES = 1024
+
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)
+]
+
+
+class Structure(BodyObject):
+    """A piece of an answer that follows a schema, and what stands around it."""
+
+    begin: Annotated[str, Field(min_length=1)]
+    schema_: JsonObject = Field({}, alias="schema")
+    end: str = ""
+
+
+class StructuralTag(BodyObject):
+    """Free text until a trigger, and from there to its structure's end what that allows."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    structures: Annotated[list[Structure], Field(min_length=1, max_length=256)] | None = None
+    triggers: (
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=256)]
+        | None
+    ) = None
+    format: JsonValue = None
+
+    @model_validator(mode="after")
+    def _check_triggers(self) -> Self:
+        if self.format is not None:
+            raise unsupported("structural_tag", "Tags are served as structures and triggers.")
+        if not self.structures or not self.triggers:
+            raise refusal("structural_tag", "Needs structures and triggers.")
+        for structure in self.structures:
+            if not any(map(structure.begin.startswith, self.triggers)):
+                raise refusal("structural_tag", f"No trigger begins {structure.begin[:100]!r}.")
+        return self
+
+
+class StructuredOutputs(BodyObject):
+    """vLLM's way to say it: exactly one of several forms."""
+
+    json_: JsonObject | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | StructuralTag | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    # What follows concerns vLLM's choice of a library, and is ignored.
+    disable_fallback: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_forms(self) -> Self:
+        only("structured_outputs", self.disable_any_whitespace, False)
+        only("structured_outputs", self.disable_additional_properties, False)
+        only("structured_outputs", self.whitespace_pattern)
+        if len(self.forms()) != 1:
+            raise refusal("structured_outputs", "Exactly one form is needed.")
+        return self
+
+    def forms(self) -> list["AnswerForm"]:
+        """What it asks for."""
+        given: list[tuple[Kind, object]] = [
+            ("json", self.json_),
+            ("json", {"type": "object"} if self.json_object else None),
+            ("regex", self.regex),
+            ("choice", self.choice),
+            ("grammar", self.grammar),
+            ("structural_tag", self.structural_tag),
+        ]
+        return [
+            AnswerForm(kind=kind, value=value, param="structured_outputs")
+            for kind, value in given
+            if value is not None
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerForm:
+    """The form of an answer.
+
+    Attributes:
+        kind: What `value` is.
+        value: A JSON schema, or its text; a regular expression; a list of texts; a grammar in Lark's or GBNF's notation; a
+            `StructuralTag`, or its text.
+        param: The field of the request that asks for it.
+    """
+
+    kind: Kind
+    value: object
+    param: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an answer must follow.
+
+    Attributes:
+        text: As llguidance writes it.
+        schemas: The JSON schemas in it, each with its path in the request.
+        param: The field of the request that asks for it.
+    """
+
+    text: str
+    schemas: tuple[tuple[str, JsonValue], ...]
+    param: str
+
+
+def grammar_of(form: AnswerForm, special_tokens: Iterable[str]) -> Grammar:
+    """The grammar of a form; not checked yet.
+
+    Args:
+        form: The form.
+        special_tokens: Texts of the model's special tokens: a trigger that is one of them is that token.
+
+    Raises:
+        InvalidRequestError: Its text is not JSON where it must be.
+    """
+    value, param = form.value, form.param
+    match form.kind:
+        case "json":
+            schema = _from_json(value, param) if isinstance(value, str) else value
+            if not isinstance(schema, dict):
+                raise InvalidRequestError(f"{param}: must be a schema.", param=param)
+            whole = schema | {"x-guidance": _JSON_OPTIONS}
+            text = LLMatcher.grammar_from_json_schema(json.dumps(whole))
+            return Grammar(text=text, schemas=((param, schema),), param=param)
+        case "regex":
+            return Grammar(text=LLMatcher.grammar_from_regex(str(value)), schemas=(), param=param)
+        case "choice":
+            assert isinstance(value, list)
+            lark = "start: " + " | ".join(map(json.dumps, value))
+            return Grammar(text=LLMatcher.grammar_from_lark(lark), schemas=(), param=param)
+        case "grammar":
+            lark = _lark(str(value), param)
+            text, schemas = LLMatcher.grammar_from_lark(lark), tuple(_schemas_in(lark, param))
+            return Grammar(text=text, schemas=schemas, param=param)
+        case "structural_tag":
+            return _tag_grammar(_as_tag(value, param), param, set(special_tokens))
+
+
+def _from_json(text: str, param: str) -> JsonValue:
+    try:
+        found: JsonValue = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{param}: not JSON: {error}", param=param) from error
+    return found
+
+
+def _lark(text: str, param: str) -> str:
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # the converter raises bare `Exception` too
+        raise InvalidRequestError(f"{param}: {str(error)[:300]}", param=param) from error
+
+
+def _schemas_in(lark: str, param: str) -> Iterable[tuple[str, JsonValue]]:
+    """The JSON schemas that a grammar embeds after `%json`."""
+    decoder = json.JSONDecoder()
+    for number, rest in enumerate(lark.split("%json")[1:], 1):
+        if not rest.lstrip().startswith("{"):
+            continue
+        try:
+            schema, _ = decoder.raw_decode(rest.lstrip())
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"{param}: %json {number}: {error}", param=param) from error
+        yield f"{param}.%json {number}", schema
+
+
+_TAG = TypeAdapter(StructuralTag)
+
+
+def _as_tag(value: object, param: str) -> StructuralTag:
+    if isinstance(value, StructuralTag):
+        return value
+    try:
+        return _TAG.validate_json(str(value))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join([param, *map(str, first["loc"])])
+        raise InvalidRequestError(f"{path}: {first['msg']}", param=param) from error
+
+
+def _tag_grammar(tag: StructuralTag, param: str, special_tokens: set[str]) -> Grammar:
+    triggers, structures = tag.triggers or [], tag.structures or []
+    tags: list[StructTag] = []
+    schemas: list[tuple[str, JsonValue]] = []
+    for place, structure in enumerate(structures):
+        schemas.append((f"{param}.structures[{place}].schema", structure.schema_))
+        grammar = structure.schema_ | {"x-guidance": _JSON_OPTIONS}
+        trigger = next(t for t in triggers if structure.begin.startswith(t))
+        tags.append(
+            StructTag(trigger=trigger, begin=structure.begin, grammar=grammar, end=structure.end)
+        )
+    text = StructTag.to_grammar(tags, assume_special=set(triggers) <= special_tokens)
+    return Grammar(text=LLMatcher.grammar_from_lark(text), schemas=tuple(schemas), param=param)

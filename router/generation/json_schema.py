@@ -1,0 +1,184 @@
+"""What of JSON schemas answers can be held to. Anything else is refused by the name of its keyword and its path: llguidance refuses
+keywords that it knows and does not enforce, but passes over those that it does not know.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from baton.errors import InvalidRequestError, UnsupportedParameterError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """What a keyword's value has to be."""
+
+    demand: str
+    holds: Callable[[JsonValue], bool]
+
+
+def _is_number(value: JsonValue) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: JsonValue) -> bool:
+    return _is_number(value) and float(value) >= 0 and float(value).is_integer()  # type: ignore[arg-type]
+
+
+def _is_schema(value: JsonValue) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _are_strings(value: JsonValue) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+_ANY = _Kind(demand="", holds=lambda _value: True)
+_TEXT = _Kind(demand="a string", holds=lambda value: isinstance(value, str))
+_NUMBER = _Kind(demand="a number", holds=_is_number)
+_LIMIT = _Kind(demand="a number or a boolean", holds=lambda v: isinstance(v, bool) or _is_number(v))
+_COUNT = _Kind(demand="a count", holds=_is_count)
+_NAMES = _Kind(demand="an array of strings", holds=_are_strings)
+_LIST = _Kind(demand="an array", holds=lambda value: isinstance(value, list))
+_TYPE = _Kind(
+    demand="a string or an array of strings", holds=lambda v: isinstance(v, str) or _are_strings(v)
+)
+_SCHEMA = _Kind(demand="a schema", holds=_is_schema)
+_ITEMS = _Kind(
+    demand="a schema (`prefixItems` takes several)",
+    holds=lambda value: _is_schema(value) or isinstance(value, list),
+)
+_SCHEMAS = _Kind(
+    demand="an array of one or more schemas",
+    holds=lambda value: isinstance(value, list) and bool(value) and all(map(_is_schema, value)),
+)
+_NAMED_SCHEMAS = _Kind(
+    demand="an object of schemas",
+    holds=lambda value: isinstance(value, dict) and all(map(_is_schema, value.values())),
+)
+
+_ENFORCED: Mapping[str, _Kind] = {
+    "$ref": _TEXT,
+    "$defs": _NAMED_SCHEMAS,
+    "definitions": _NAMED_SCHEMAS,
+    "additionalItems": _SCHEMA,
+    "additionalProperties": _SCHEMA,
+    "allOf": _SCHEMAS,
+    "anyOf": _SCHEMAS,
+    "const": _ANY,
+    "enum": _LIST,
+    "exclusiveMaximum": _LIMIT,
+    "exclusiveMinimum": _LIMIT,
+    "format": _TEXT,
+    "items": _ITEMS,
+    "maxItems": _COUNT,
+    "maxLength": _COUNT,
+    "maxProperties": _COUNT,
+    "maximum": _NUMBER,
+    "minItems": _COUNT,
+    "minLength": _COUNT,
+    "minProperties": _COUNT,
+    "minimum": _NUMBER,
+    "multipleOf": _NUMBER,
+    "oneOf": _SCHEMAS,
+    "pattern": _TEXT,
+    "patternProperties": _NAMED_SCHEMAS,
+    "prefixItems": _SCHEMAS,
+    "properties": _NAMED_SCHEMAS,
+    "required": _NAMES,
+    "type": _TYPE,
+}
+_REMARKS = frozenset(
+    {
+        *("$schema", "$id", "$anchor", "$comment", "id", "title", "description", "default"),
+        *("example", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
+    }
+)
+"""They name and describe, and demand nothing. (`discriminator` says which alternative of a `oneOf` is meant.)"""
+_ASKS_NOTHING: Mapping[str, JsonValue] = {"nullable": False, "uniqueItems": False}
+"""Keywords that are not enforced, and the value with which there is nothing to enforce."""
+_FORMATS = frozenset(
+    {
+        *("date-time", "date", "time", "duration", "email", "hostname"),
+        *("ipv4", "ipv6", "uri", "uuid"),
+    }
+)
+_TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "integer"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemaPart:
+    """A schema within a schema."""
+
+    path: str
+    depth: int
+    schema: dict[str, JsonValue]
+
+
+def checked_parts(
+    schema: JsonValue, where: str, param: str, max_depth: int
+) -> Iterator[SchemaPart]:
+    """Every object schema of `schema`, the outer before the inner, each as soon as it is known to hold nothing but what is enforced.
+
+    Args:
+        schema: As the client sent it.
+        where: Begins the paths.
+        param: The request's field that holds it.
+        max_depth: Levels that schemas may have.
+
+    Raises:
+        InvalidRequestError: It is no schema, or too deep.
+        UnsupportedParameterError: It has a keyword or a format that cannot be enforced.
+    """
+    if not _is_schema(schema):
+        raise InvalidRequestError(f"{where}: must be a schema.", param=param)
+    left = [(where, 1, schema)]
+    while left:
+        path, depth, found = left.pop()
+        if not isinstance(found, dict):
+            continue
+        if depth > max_depth:
+            raise InvalidRequestError(
+                f"{path[:300]}: the schema has more than {max_depth} levels.", param=param
+            )
+        _check(found, path, param)
+        yield SchemaPart(path=path, depth=depth, schema=found)
+        inner = [(f"{path}.{place}", depth + 1, part) for place, part in _inner(found)]
+        left.extend(reversed(inner))
+
+
+def _check(schema: Mapping[str, JsonValue], path: str, param: str) -> None:
+    for keyword, value in schema.items():
+        kind = _ENFORCED.get(keyword)
+        if kind is not None and not kind.holds(value):
+            raise InvalidRequestError(f"{path}.{keyword}: must be {kind.demand}.", param=param)
+        asks = _ASKS_NOTHING.get(keyword, _ASKS_NOTHING) != value
+        if kind is None and asks and keyword not in _REMARKS:
+            raise _unsupported(f"{path}.{keyword[:100]}", "no answer can be held to it", param)
+    named = schema.get("format")
+    if named is not None and named not in _FORMATS:
+        raise _unsupported(f"{path}.format", f"no answer can be held to {named!r:.100}", param)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and "://" in reference:
+        raise _unsupported(f"{path}.$ref", "no schema is fetched from elsewhere", param)
+    types = schema.get("type", [])
+    for name in types if isinstance(types, list) else [types]:
+        if name not in _TYPES:
+            raise InvalidRequestError(f"{path}.type: there is no type {name!r:.100}.", param=param)
+
+
+def _inner(schema: Mapping[str, JsonValue]) -> Iterator[tuple[str, JsonValue]]:
+    """The schemas directly within one, and where they are."""
+    for keyword, value in schema.items():
+        kind = _ENFORCED.get(keyword)
+        if kind is _NAMED_SCHEMAS and isinstance(value, dict):
+            yield from ((f"{keyword}.{name}", part) for name, part in value.items())
+        elif kind in (_SCHEMAS, _ITEMS) and isinstance(value, list):
+            yield from ((f"{keyword}[{place}]", part) for place, part in enumerate(value))
+        elif kind in (_SCHEMA, _ITEMS):
+            yield keyword, value
+
+
+def _unsupported(path: str, why: str, param: str) -> UnsupportedParameterError:
+    return UnsupportedParameterError(f"{path[:300]}: {why}.", param=param)

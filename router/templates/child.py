@@ -1,0 +1,99 @@
+"""A child process that is asked over a socket pair, one message at a time: for what would hold the event loop up, or needs bounds of
+the operating system. The program runs by its path in an isolated interpreter, without this process's environment; it reads and writes
+messages as `router.templates.sandbox` does.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+from baton.errors import UnavailableError
+from router.templates.sandbox import message, receive
+
+START_S = 30.0
+"""How long a child may take to start."""
+
+_PASSED_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
+
+
+class ChildEndedError(Exception):
+    """The child ended instead of answering.
+
+    Attributes:
+        by_signal: The number of the signal that ended it; 0 if none did.
+    """
+
+    def __init__(self, by_signal: int) -> None:
+        super().__init__()
+        self.by_signal = by_signal
+
+
+class ChildProcess:
+    """One child, ready to be asked. All of it blocks; one thread at a time may use it.
+
+    Args:
+        program: Path of what it runs.
+        settings: The first message that it is sent; it answers when it is ready.
+        purpose: What it is for, in an error's words.
+        max_reply_bytes: A child that answers more is ended.
+
+    Raises:
+        UnavailableError: It could not be started.
+    """
+
+    def __init__(
+        self, program: str, settings: bytes, *, purpose: str, max_reply_bytes: int
+    ) -> None:
+        self._max_reply_bytes = max_reply_bytes
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603  # this interpreter, with a file of ours
+                [sys.executable, "-I", program],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={k: os.environ[k] for k in _PASSED_ENVIRONMENT if k in os.environ},
+            )
+        try:
+            self._socket.settimeout(START_S)
+            self._socket.sendall(message(settings))
+            ready = receive(self._socket, START_S)
+        except OSError:
+            ready = None
+        if ready is None:
+            self.end()
+            raise UnavailableError(f"No process to {purpose} could be started.")
+
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.poll() is None
+
+    def ask(self, body: bytes, limit_s: float) -> bytearray:
+        """What it answers. One that does not is ended.
+
+        Raises:
+            TimeoutError: It took too long.
+            ChildEndedError: It ended.
+        """
+        until_s = time.monotonic() + limit_s
+        try:
+            self._socket.settimeout(limit_s)
+            self._socket.sendall(message(body))
+            reply = receive(self._socket, until_s - time.monotonic(), self._max_reply_bytes)
+        except TimeoutError:
+            self.end()
+            raise
+        except OSError as error:
+            raise ChildEndedError(self.end()) from error
+        if reply is None:
+            raise ChildEndedError(self.end())
+        return reply
+
+    def end(self) -> int:
+        """Kills it; the number of the signal that had ended it before, if one had."""
+        self._socket.close()
+        self._process.kill()
+        return max(0, -self._process.wait())

@@ -1,0 +1,419 @@
+"""Outputs held to grammars: what is drawn parses, and is the same wherever it is drawn."""
+
+import json
+import re
+import threading
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher
+
+from baton.clock import ManualClock
+from baton.config.schema import GrammarConfig
+from baton.errors import (
+    BatonError,
+    InvalidRequestError,
+    InvariantError,
+    UnsupportedParameterError,
+)
+from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample
+from baton.ids import SeqId
+from baton_engine.fakes.engine import FakeRunner
+from baton_engine.grammar import MatcherCompiler, load_compiler
+from baton_engine.loop import EngineLoop
+from baton_engine.messages import Abort, Failed, Generate, Prefill, Receive, Release, Released
+from baton_engine.models.config import load_spec
+from baton_engine.ports import TokenConstraint
+from baton_engine.sampling.masks import collect_masks, masked
+from baton_engine.scheduling.plan import Row
+from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.staging import DeviceStaging, StagedBatch
+from tests.baton_engine.sampled import Event, all_events, by_sequence
+from tests.baton_engine.scheduling_world import SECRET, layout, limits
+from tests.baton_engine.sequences import sequence
+from tests.baton_engine.tiny_models import EOS, make_model, make_tokenizer
+from tests.baton_engine.whole_engine import WholeEngine, hand_off
+
+ASKED, OTHER = SeqId("asked"), SeqId("other")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "ages": {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 3},
+        "kind": {"enum": ["a", "b", None]},
+    },
+    "required": ["name", "kind", "ages"],
+    "additionalProperties": False,
+}
+OF_SCHEMA = LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_pattern": "[ ]{1,2}"})
+PROMPT = tuple(range(20, 43))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    # A vocabulary that is padded beyond its tokenizer's.
+    return make_model(tmp_path_factory.mktemp("model"), "llama", vocab_size=333, num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def compiler(model):
+    compiler = load_compiler(model, load_spec(model), GrammarConfig())
+    assert compiler is not None
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer(333)
+
+
+@pytest.fixture
+def new_engine(model, compiler):
+    eos_ids = load_spec(model).eos_token_ids
+
+    def make(**settings) -> WholeEngine:
+        return WholeEngine(model, eos_ids=eos_ids, grammars=compiler, **settings)
+
+    return make
+
+
+def compiled(
+    compiler: MatcherCompiler, grammar: str, output: tuple[int, ...] = ()
+) -> TokenConstraint | BatonError:
+    outcome: Future[TokenConstraint | BatonError] = Future()
+    prompt = Prompt(
+        prompt_tokens=(1,), output_tokens=output, sampling=SamplingParams(grammar=grammar)
+    )
+    compiler.compile(prompt, outcome.set_result)
+    return outcome.result(timeout=20)
+
+
+def asked(seed: int = 0, *, samples: int = 1, output: tuple[int, ...] = (), **params) -> Prompt:
+    settings: dict[str, Any] = {
+        "grammar": OF_SCHEMA,
+        "temperature": 1.0,
+        "seed": seed,
+        "max_tokens": 90,
+    }
+    return Prompt(
+        prompt_tokens=PROMPT,
+        output_tokens=output,
+        samples=tuple(range(samples)),
+        sampling=SamplingParams(**(settings | params)),
+    )
+
+
+def drawn(engine: WholeEngine, prompt: Prompt) -> dict[int, list[TokenSample]]:
+    engine.tell(Generate(seq_id=ASKED, prompt=prompt))
+    engine.run()
+    return by_sample(engine)
+
+
+def by_sample(engine: WholeEngine) -> dict[int, list[TokenSample]]:
+    found: dict[int, list[TokenSample]] = {}
+    for token in engine.tokens(ASKED):
+        found.setdefault(token.sample, []).append(token)
+    return found
+
+
+def text_of(tokenizer, tokens: list[TokenSample]) -> str:
+    return str(tokenizer.decode([token.token for token in tokens], skip_special_tokens=True))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 3},
+        {"top_p": 0.7, "min_p": 0.05},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+        {"logprobs": 2},
+        {"min_tokens": 40},
+        {"ignore_eos": True},
+        {"bad_words": ((3,),)},
+    ],
+    ids=str,
+)
+def test_what_ends_by_itself_follows_its_schema(new_engine, tokenizer, params):
+    ended = 0
+    for seed in range(2):
+        # Quotes and brackets are made likelier than random weights make them, so that texts come to an end.
+        ends = tokenizer.convert_tokens_to_ids(['"', "]", "}", ","])
+        prompt = asked(seed, logit_bias=dict.fromkeys(ends, 6.0), **params)
+        (tokens,) = drawn(new_engine(deterministic=False), prompt).values()
+        if tokens[-1].finish is FinishReason.STOP:
+            ended += 1
+            jsonschema_rs.validate(SCHEMA, json.loads(text_of(tokenizer, tokens)))
+            assert tokens[-1].token == tokenizer.convert_tokens_to_ids(EOS)
+        if params.get("logprobs"):
+            assert all(token.logprobs and len(token.logprobs.top) == 2 for token in tokens)
+    assert ended >= (0 if params.get("temperature") == 0.0 else 1)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (LLMatcher.grammar_from_regex("[a-c]{2,4}-[0-9]{1,3}"), "[a-c]{2,4}-[0-9]{1,3}"),
+        (
+            LLMatcher.grammar_from_lark('start: "yes" | "no, " NAME\nNAME: /[a-z]{1,5}/'),
+            "yes|no, [a-z]{1,5}",
+        ),
+        (LLMatcher.grammar_from_regex("Zürich|北京|😀"), "Zürich|北京|😀"),
+    ],
+    ids=["regex", "lark", "more than ASCII"],
+)
+def test_every_text_matches(new_engine, tokenizer, grammar, pattern):
+    engine = new_engine()
+    for tokens in drawn(engine, asked(samples=4, grammar=grammar)).values():
+        assert tokens[-1].finish is FinishReason.STOP
+        assert re.fullmatch(pattern, text_of(tokenizer, tokens))
+    assert engine.scheduler.load().blocks_used == 0
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+def test_a_pair_draws_what_one_worker_draws(new_engine, samples, penalty):
+    for seed in range(2):
+        prompt = asked(seed, samples=samples, max_tokens=25, repetition_penalty=penalty, logprobs=1)
+        expected = drawn(new_engine(), prompt)
+        prefill, decode = new_engine(), new_engine()
+        prefill.tell(Prefill(seq_id=ASKED, prompt=prompt))
+        decode.tell(Receive(seq_id=ASKED, prompt=prompt))
+        decode.step()
+        while not prefill.tokens(ASKED):
+            assert prefill.step()
+        first = {token.sample: [token] for token in prefill.tokens(ASKED)}
+        (held,) = [s.blocks for r in prefill.scheduler._requests.values() for s in r.sequences]
+        hand_off(prefill, decode, ASKED, held)
+        prefill.tell(Release(seq_id=ASKED))
+        decode.run()
+        rest = by_sample(decode)
+        assert {s: first[s] + rest.get(s, []) for s in first} == expected
+        assert decode.scheduler.load().blocks_used == 0 == prefill.scheduler.load().blocks_used
+
+
+def test_a_text_that_goes_on_elsewhere_is_the_same(new_engine):
+    (expected,) = drawn(new_engine(), asked(7, max_tokens=30)).values()
+    for cut in (1, len(expected) - 1):
+        output = tuple(token.token for token in expected[:cut])
+        (rest,) = drawn(new_engine(), asked(7, output=output, max_tokens=30)).values()
+        assert [t.token for t in rest] == [t.token for t in expected[cut:]]
+
+
+def test_a_text_is_the_same_beside_others_and_after_a_preemption(new_engine):
+    (alone,) = drawn(new_engine(), asked(3)).values()
+    crowded = new_engine(num_blocks=10)
+    free = replace(asked(5).sampling, grammar="", max_tokens=130, ignore_eos=True)
+    crowded.tell(Generate(seq_id=OTHER, prompt=replace(asked(5), sampling=free)))
+    assert drawn(crowded, asked(3)) == {0: alone}
+    assert crowded.scheduler.load().preemptions > 0
+
+
+def test_the_others_rows_of_a_step_are_not_touched(new_engine):
+    free = replace(asked(5).sampling, grammar="")
+    engine = new_engine()
+    (alone,) = drawn(engine, replace(asked(5), sampling=free)).values()
+    beside = new_engine()
+    beside.tell(Generate(seq_id=OTHER, prompt=asked(3)))
+    assert drawn(beside, replace(asked(5), sampling=free)) == {0: alone}
+
+
+def test_a_grammar_that_turns_out_too_complex_ends_its_own_request_alone(model, new_engine):
+    class Failing:
+        """Cannot go on after three tokens."""
+
+        def __init__(self) -> None:
+            self._left = 3
+
+        def accept(self, token: int) -> None:
+            self._left -= 1
+
+        def fork(self) -> "Failing":
+            return self
+
+        def fill(self, bits) -> None:
+            bits[:] = 0xFFFF_FFFF
+
+        @property
+        def fault(self) -> BatonError | None:
+            return InvalidRequestError("too complex") if self._left <= 0 else None
+
+    engine = new_engine()
+    free = replace(asked(5).sampling, grammar="", max_tokens=10, ignore_eos=True)
+    engine.tell(Generate(seq_id=OTHER, prompt=replace(asked(5), sampling=free)))
+    engine.scheduler.handle(Generate(seq_id=ASKED, prompt=asked(1)), 0.0, Failing())
+    failed: list[Event] = []
+    while (plan := engine.scheduler.schedule(0.0)[0]) is not None:
+        result = engine.runner.execute(plan)
+        for place, error in result.failed:
+            failed += engine.scheduler.fail(plan.rows[place].seq, error)
+        sampled = engine.scheduler.update_from_output(plan, result, 0.0)
+        if sampled is not None:
+            engine.events += by_sequence(sampled)
+    (event,) = failed
+    assert isinstance(event, Failed)
+    assert (event.seq_id, type(event.error)) == (ASKED, InvalidRequestError)
+    assert len(engine.tokens(OTHER)) == 10
+    assert engine.scheduler.load().blocks_used == 0
+
+
+def test_a_mask_leaves_what_the_grammar_allows_and_other_rows_alone(compiler, tokenizer):
+    constraint = compiled(compiler, LLMatcher.grammar_from_regex("[ab]"))
+    assert not isinstance(constraint, BatonError)
+    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    constrained, free = sequence([1, 2], SamplingParams()), sequence([1, 2], SamplingParams())
+    constrained.constraint = constraint
+    rows = [
+        Row(seq=seq, start=1, num_tokens=1, samples=(0,))
+        for seq in (free, constrained, constrained)
+    ]
+    scores = torch.randn(3, 333)
+    staged = StagedBatch()
+    masks = collect_masks(rows, [set(), set(), {a, b}], 333, staged)
+    assert masks is not None
+    DeviceStaging(torch.device("cpu")).send(staged)
+    found = masked(scores, masks)
+    assert torch.equal(found[0], scores[0])
+    for row in (1, 2):  # what may not be drawn gives way where nothing else is left
+        assert found[row].isfinite().nonzero().flatten().tolist() == sorted([a, b])
+    staged = StagedBatch()
+    held = collect_masks(rows[1:2], [{a}], 333, staged)
+    assert held is not None
+    DeviceStaging(torch.device("cpu")).send(staged)
+    assert masked(scores[1:2], held)[0].isfinite().nonzero().flatten().tolist() == [b]
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        LLMatcher.grammar_from_regex("a(?=b)"),
+        LLMatcher.grammar_from_lark("start: nothing"),
+        LLMatcher.grammar_from_lark('start: "a" <|no_such_token|>'),
+        LLMatcher.grammar_from_json_schema({"not": {}}),
+        LLMatcher.grammar_from_json_schema({"$ref": "#"}),
+        LLMatcher.grammar_from_lark("start: A\nA: /.*a.{12}/ & /.*b.{13}/ & ~/.*c.{11}/"),
+        "not a grammar",
+    ],
+)
+def test_a_grammar_that_cannot_be_compiled_is_the_request_s_fault(compiler, grammar):
+    assert isinstance(compiled(compiler, grammar), InvalidRequestError)
+
+
+def test_an_output_that_its_grammar_does_not_allow_is_refused(compiler):
+    assert isinstance(compiled(compiler, OF_SCHEMA, output=(50, 50)), InvalidRequestError)
+
+
+def test_compiled_grammars_are_kept_up_to_a_number(model):
+    compiler = load_compiler(model, load_spec(model), GrammarConfig(max_compiled=2))
+    assert compiler is not None
+    for text in ("a", "b", "c", "b", "a"):
+        assert not isinstance(compiled(compiler, LLMatcher.grammar_from_regex(text)), BatonError)
+    assert (compiler.num_compiled, compiler.num_found) == (4, 1)
+    compiler.close()
+
+
+def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path, model):
+    assert load_compiler(tmp_path, load_spec(model), GrammarConfig()) is None
+
+
+class HeldCompiler:
+    """Compiles when it is told to."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []
+
+    def compile(self, prompt, done) -> None:
+        self.waiting.append(done)
+
+    def close(self) -> None:
+        pass
+
+
+def scheduler() -> Scheduler:
+    return Scheduler(limits(), layout=layout(limits().block_tokens), secret=SECRET)
+
+
+@pytest.fixture
+def looped():
+    """A loop over a fake runner, its compiler, and what it told."""
+    told: list[Event] = []
+    compiler = HeldCompiler()
+    loop = EngineLoop(
+        scheduler(),
+        FakeRunner(limits()),
+        lambda events: told.extend(all_events(events)),
+        ManualClock(),
+        grammars=compiler,
+    )
+    return loop, compiler, told
+
+
+def _generate(seq_id: SeqId, grammar: str = "") -> Generate:
+    sampling = SamplingParams(grammar=grammar, max_tokens=3, ignore_eos=True)
+    return Generate(seq_id=seq_id, prompt=Prompt(prompt_tokens=(1, 2), sampling=sampling))
+
+
+def _turn(loop: EngineLoop) -> None:
+    while loop.turn():
+        pass
+
+
+def test_nobody_else_waits_while_a_grammar_is_compiled(looped):
+    loop, compiler, told = looped
+    loop.submit(_generate(ASKED, "g"))
+    loop.submit(_generate(OTHER))
+    _turn(loop)
+    assert {event.seq_id for event in told} == {OTHER}
+    (done,) = compiler.waiting
+    threading.Thread(target=done, args=[InvalidRequestError("no")]).start()
+    loop._await_command()
+    assert told[-1] == Failed(seq_id=ASKED, error=told[-1].error)
+    assert isinstance(told[-1].error, InvalidRequestError)
+
+
+def test_a_request_may_be_aborted_while_its_grammar_is_compiled(looped):
+    loop, compiler, told = looped
+    loop.submit(_generate(ASKED, "g"))
+    loop.submit(Abort(seq_id=ASKED))
+    _turn(loop)
+    assert told == [Released(seq_id=ASKED)]
+    compiler.waiting[0](InvalidRequestError("too late"))
+    _turn(loop)
+    assert told == [Released(seq_id=ASKED)]
+
+
+def test_a_request_that_is_submitted_twice_ends(looped):
+    loop, _, told = looped
+    loop.submit(_generate(ASKED, "g"))
+    loop.submit(_generate(ASKED, "g"))
+    _turn(loop)
+    (event,) = told
+    assert isinstance(event.error, InvariantError)
+
+
+def test_an_engine_without_a_compiler_refuses_grammars():
+    told: list[Event] = []
+    loop = EngineLoop(
+        scheduler(), FakeRunner(limits()), lambda e: told.extend(all_events(e)), ManualClock()
+    )
+    loop.submit(_generate(ASKED, "g"))
+    _turn(loop)
+    (event,) = told
+    assert isinstance(event, Failed)
+    assert isinstance(event.error, UnsupportedParameterError)
+
+
+def test_a_mask_is_as_wide_as_the_scores(compiler):
+    constraint = compiled(compiler, LLMatcher.grammar_from_regex("a*"))
+    assert not isinstance(constraint, BatonError)
+    bits = np.zeros(11, np.uint32)
+    constraint.fill(bits)
+    assert bits.any()
+    assert not (int(bits[10]) >> (333 - 320))

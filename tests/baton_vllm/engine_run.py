@@ -1,0 +1,294 @@
+"""Run in a process of its own: vLLM's engine core with our connector hands prompts from itself to itself, and computes them whole.
+
+    python -m tests.baton_vllm.engine_run FAMILY FOLDER
+
+It prints one line of JSON. The prefilling and the receiving half of a pair live in one engine under two cache salts, so that neither finds
+the other's pages; what the sink is told is copied at that moment, as a sender would, and written to the reserved pages later.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from baton.ids import BlockId, SeqId
+from baton_engine.messages import PrefillStarted, Released, Reserved, SeqEvent
+from baton_engine.ports import LayerReady
+from baton_vllm.arena import VllmArena
+from baton_vllm.hand_offs import VllmHandOffs
+from kv_transfer.memory.arena import WorkerMemory
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+NEW_TOKENS = 12
+CHUNK_TOKENS = 64
+PROMPT_LENGTHS = (33, 64, 199, 300)
+SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "torch_dtype": "float32",
+}
+
+
+def make_model(family: str, folder: str) -> None:
+    import torch
+    import transformers as t
+
+    torch.manual_seed(7)
+    experts: dict[str, Any] = {
+        "moe_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    configs: dict[str, Any] = {
+        "llama": lambda: t.LlamaConfig(**SMALL),
+        "qwen3": lambda: t.Qwen3Config(**SMALL),
+        "mixtral": lambda: t.MixtralConfig(
+            **SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+        ),
+        "qwen3-moe": lambda: t.Qwen3MoeConfig(**SMALL, **experts),
+        "gemma3": lambda: t.Gemma3TextConfig(
+            **(SMALL | {"num_hidden_layers": 6}),
+            sliding_window=64,
+            query_pre_attn_scalar=32,
+            tie_word_embeddings=False,
+        ),
+    }
+    model = t.AutoModelForCausalLM.from_config(configs[family]())
+    model.to(torch.float32).save_pretrained(folder)
+
+
+def prompt_tokens(length: int) -> list[int]:
+    return [(7 * place * place + 3 * place + length) % 250 + 3 for place in range(length)]
+
+
+class Engine:
+    """vLLM's engine core, driven as a host drives it."""
+
+    def __init__(self, folder: str) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor.abstract import Executor
+
+        from baton_vllm.connector import CONNECTOR_CONFIG, connector_objects
+
+        self.memory = WorkerMemory()
+        self.arena = VllmArena(self.memory, "test")
+        self.hand_offs = VllmHandOffs(self.events_came, sink=self)
+        config = EngineArgs(
+            **engine_args(folder),
+            kv_transfer_config=CONNECTOR_CONFIG
+            | {"kv_connector_extra_config": connector_objects(self.hand_offs, self.arena)},
+        ).create_engine_config()
+        self.core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self.events: list[SeqEvent] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.copies: dict[tuple[str, int, int], bytes] = {}
+        self.told_in_steps: dict[str, set[int]] = {}
+        self.steps = 0
+        self.free_at_first = self.num_free
+
+    @property
+    def num_free(self) -> int:
+        free: int = self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return free
+
+    def events_came(self, events: Sequence[SeqEvent]) -> None:
+        self.events += events
+
+    def save_kv_layer(self, layer: LayerReady) -> None:
+        for export in layer.exports:
+            self.told_in_steps.setdefault(export.seq_id, set()).add(self.steps)
+            for index, block in enumerate(export.blocks, export.first_block):
+                self.copies[export.seq_id, layer.layer_index, index] = bytes(
+                    self.page(layer.layer_index, block)
+                )
+
+    def page(self, layer: int, block: BlockId) -> memoryview:
+        layout, num_pages = self.arena.layout, self.arena.num_blocks + 1
+        first = layout.layer_offset(layer, num_pages) + block * layout.page_layer_bytes
+        return self.memory.span.host_view[first : first + layout.page_layer_bytes]
+
+    def ask(self, name: str, prompt: list[int], max_tokens: int, salt: str) -> None:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        request = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=list(prompt),
+            mm_features=None,
+            sampling_params=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=salt,
+            data_parallel_rank=None,
+        )
+        self.core.add_request(*self.core.preprocess_add_request(request))
+
+    def step(self) -> None:
+        self.steps += 1
+        outputs, executed = self.core.step_fn()
+        self.core.post_step(executed)
+        for output in outputs[0].outputs if outputs and 0 in outputs else ():
+            self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        self.events += self.hand_offs.take_events()
+
+    def run_until(self, names: Sequence[str], num_tokens: int) -> None:
+        for _ in range(200):
+            if all(len(self.tokens.get(name, ())) >= num_tokens for name in names):
+                return
+            self.step()
+        raise AssertionError(f"{names} did not end: {self.tokens}")
+
+    def whole(self, prompts: list[list[int]], salt: str) -> list[list[int]]:
+        names = [f"{salt}-{index}" for index in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            self.ask(name, prompt, NEW_TOKENS, salt)
+        self.run_until(names, NEW_TOKENS)
+        return [self.tokens[name] for name in names]
+
+    def handed_off(self, prompts: list[list[int]], run: str) -> dict[str, Any]:
+        """All prompts at once: prefilled under one salt, received under another."""
+        from baton_vllm.connector import go_on_from
+
+        senders = [SeqId(f"p-{run}-{index}") for index in range(len(prompts))]
+        receivers = [SeqId(f"d-{run}-{index}") for index in range(len(prompts))]
+        for sender, receiver, prompt in zip(senders, receivers, prompts, strict=True):
+            self.hand_offs.receive(receiver, len(prompt))
+            self.ask(receiver, prompt, NEW_TOKENS - 1, "decode")
+            self.hand_offs.prefill(sender, len(prompt))
+            self.ask(sender, prompt, 1, "prefill")
+        self.run_until(senders, 1)
+        held, equal = [], True
+        for sender, receiver in zip(senders, receivers, strict=True):
+            (reserved,) = [
+                e for e in self.events if isinstance(e, Reserved) and e.seq_id == receiver
+            ]
+            held.append(reserved.held_blocks)
+            kept = self.core.scheduler.kv_cache_manager.get_block_ids(sender)[0]
+            for layer in range(len(self.arena.layout.layers)):
+                for index, block in enumerate(reserved.blocks):
+                    copy = self.copies[sender, layer, index]
+                    equal &= copy == bytes(self.page(layer, BlockId(kept[index])))
+                    if index >= reserved.held_blocks:
+                        self.page(layer, block)[:] = copy
+            first = self.tokens[sender][0]
+            go_on_from(self.core.scheduler.requests[receiver], first)
+            self.hand_offs.start(receiver, goes_on=True)
+            self.hand_offs.end(sender)
+        computed = self.computed_tokens(receivers)
+        released = {e.seq_id for e in self.events if isinstance(e, Released)}
+        return {
+            "tokens": [
+                self.tokens[p] + self.tokens[d] for p, d in zip(senders, receivers, strict=True)
+            ],
+            "held_blocks": held,
+            "cached_tokens": [
+                e.cached_tokens
+                for sender in senders
+                for e in self.events
+                if isinstance(e, PrefillStarted) and e.seq_id == sender
+            ],
+            "told_in_steps": [len(self.told_in_steps[sender]) for sender in senders],
+            "bytes_equal": equal,
+            "tokens_computed_by_receivers": computed,
+            "all_released": released >= set(senders),
+        }
+
+    def computed_tokens(self, receivers: Sequence[SeqId]) -> int:
+        """Runs them to their end; how many tokens vLLM computed for them."""
+        computed = 0
+        schedule = self.core.scheduler.schedule
+
+        def counting(*args: Any) -> Any:
+            nonlocal computed
+            output = schedule(*args)
+            computed += sum(output.num_scheduled_tokens.get(name, 0) for name in receivers)
+            return output
+
+        self.core.scheduler.schedule = counting
+        self.run_until(receivers, NEW_TOKENS - 1)
+        self.core.scheduler.schedule = schedule
+        return computed
+
+    def aborted(self, prompt: list[int]) -> bool:
+        """A receiver that is aborted while it waits keeps its blocks until then, and gives them back then."""
+        before = self.num_free
+        self.hand_offs.receive(SeqId("gone"), len(prompt))
+        self.ask("gone", prompt, NEW_TOKENS, "gone")
+        self.step()
+        waited = self.num_free < before
+        self.step()
+        waited &= self.num_free < before
+        if self.hand_offs.end(SeqId("gone")):
+            self.core.abort_requests(["gone"])
+        waited &= self.num_free < before
+        self.step()
+        return waited and self.num_free == before and Released(seq_id=SeqId("gone")) in self.events
+
+
+def engine_args(folder: str) -> dict[str, Any]:
+    return {
+        "model": folder,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": CHUNK_TOKENS,
+        "block_size": 32,
+        "enable_prefix_caching": True,
+        "enforce_eager": True,
+        "disable_hybrid_kv_cache_manager": True,
+    }
+
+
+def tokens_of_vllm(folder: str, prompts: list[list[int]]) -> list[list[int]]:
+    """By vLLM's own front."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**engine_args(folder))
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    llm.llm_engine.engine_core.shutdown()
+    return tokens
+
+
+def main(family: str, folder: str) -> None:
+    make_model(family, folder)
+    prompts = [prompt_tokens(length) for length in PROMPT_LENGTHS]
+    own = tokens_of_vllm(folder, prompts)
+    engine = Engine(folder)
+    result = {
+        "vllm": own,
+        "hybrid": engine.whole(prompts, "whole"),
+        "first": engine.handed_off(prompts, "first"),
+        "again": engine.handed_off(prompts, "again"),
+        "aborted": engine.aborted(prompts[-1]),
+    }
+    for _ in range(3):
+        engine.step()
+    result["leaked"] = engine.free_at_first - engine.num_free
+    result["flushed"] = engine.core.scheduler.reset_prefix_cache()
+    result["fingerprint"] = engine.arena.layout.model_fingerprint
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    os.environ |= ENVIRONMENT
+    main(*sys.argv[1:])

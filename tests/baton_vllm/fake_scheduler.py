@@ -1,0 +1,215 @@
+"""vLLM's scheduler and worker as far as their connector meets them, by the rules of vLLM 0.32 (`v1/core/sched/scheduler.py`).
+
+Requests are scheduled in chunks, preempted by recompute when blocks run out, share full blocks by their text, and give blocks back
+when vLLM does. `check` says what vLLM takes for granted.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from baton.ids import SeqId
+from baton_vllm.hand_offs import VllmHandOffs
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    request_id: SeqId
+    text: int
+    """Requests of one text have the same tokens."""
+    num_prompt: int
+    max_tokens: int
+    status: str = "WAITING"
+    num_computed: int = 0
+    num_output: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + self.num_output
+
+
+class FakeVllm:
+    def __init__(
+        self, hand_offs: VllmHandOffs, *, num_blocks: int, block_tokens: int, budget: int
+    ) -> None:
+        hand_offs.use_blocks_of(block_tokens)
+        self.hand_offs = hand_offs
+        self.block_tokens, self.budget = block_tokens, budget
+        self.free = list(range(1, num_blocks))
+        self.references: Counter[int] = Counter()
+        self.cached: dict[tuple[int, int], int] = {}
+        self.requests: dict[SeqId, FakeRequest] = {}
+        self.waiting: list[FakeRequest] = []
+        self.running: list[FakeRequest] = []
+        self.received: set[SeqId] = set()
+        self.ended: list[FakeRequest] = []
+
+    def add_request(self, request: FakeRequest) -> None:
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def abort(self, request_id: SeqId) -> None:
+        request = self.requests.get(request_id)
+        if request is None or request.status == "FINISHED":
+            return
+        delay = request.status == "REMOTE" and request_id not in self.received
+        self.received.discard(request_id)
+        self._finish(request, complete=False, delay=delay)
+
+    def step(self, num_layers: int = 2) -> None:
+        scheduled = self._schedule()
+        self.hand_offs.before_step()
+        if scheduled:
+            for layer in range(num_layers):
+                self.hand_offs.layer_computed(layer)
+        sent, received = self.hand_offs.after_step()
+        for request, num_tokens in scheduled:
+            request.num_computed += num_tokens
+            self._cache(request)
+            if request.num_computed == request.num_tokens:
+                request.num_output += 1
+                if request.num_output >= request.max_tokens:
+                    self._finish(request, complete=True, delay=False)
+        for name in received:
+            request = self.requests[SeqId(name)]
+            if request.status == "REMOTE":
+                self.received.add(request.request_id)
+            else:
+                assert request.status == "FINISHED"
+                self._free(request)
+        for name in sent:
+            assert self.requests[SeqId(name)].status == "FINISHED"
+            self._free(self.requests[SeqId(name)])
+        self.check()
+
+    def check(self) -> None:
+        held = Counter(block for request in self.requests.values() for block in request.blocks)
+        assert held == +self.references
+        assert not set(self.free) & set(held)
+        assert len(self.free) == len(set(self.free))
+
+    def _schedule(self) -> list[tuple[FakeRequest, int]]:
+        scheduled: list[tuple[FakeRequest, int]] = []
+        budget = self.budget
+        preempted = False
+        for request in list(self.running):
+            num_tokens = min(request.num_tokens - request.num_computed, budget)
+            if request not in self.running or num_tokens == 0:
+                continue
+            while (new := self._allocate(request, request.num_computed + num_tokens)) is None:
+                victim = self.running[-1]
+                taken = [entry for entry in scheduled if entry[0] is victim]
+                if taken:
+                    scheduled.remove(taken[0])
+                self._preempt(victim)
+                preempted = True
+                if victim is request:
+                    break
+            if new is None:
+                break
+            budget -= num_tokens
+            scheduled.append((request, num_tokens))
+            request.fresh = (new, False)  # type: ignore[attr-defined]
+        if not preempted:
+            self._admit(scheduled, budget)
+        for request, num_tokens in scheduled:
+            new, anew = request.fresh  # type: ignore[attr-defined]
+            self.hand_offs.scheduled(
+                request.request_id,
+                new,
+                start=request.num_computed,
+                num_tokens=num_tokens,
+                anew=anew,
+            )
+        return scheduled
+
+    def _admit(self, scheduled: list[tuple[FakeRequest, int]], budget: int) -> None:
+        for request in list(self.waiting):
+            if request.status == "REMOTE":
+                if request.request_id not in self.received:
+                    continue
+                self.received.remove(request.request_id)
+                self._cache(request)
+                if request.num_computed == request.num_tokens:
+                    request.num_computed -= 1
+                request.status = "WAITING"
+            if budget == 0:
+                break
+            if request.num_computed == 0:
+                hit = self._hit(request)
+                num_cached = len(hit) * self.block_tokens
+                elsewhere = self.hand_offs.matched_tokens(request.request_id, num_cached)
+                if elsewhere:
+                    if self._allocate(request, num_cached + elsewhere, hit) is None:
+                        break
+                    self.hand_offs.allocated(request.request_id, request.blocks)
+                    request.status, request.num_computed = "REMOTE", num_cached + elsewhere
+                    continue
+            else:
+                hit, num_cached = [], request.num_computed
+            num_tokens = min(request.num_tokens - num_cached, budget)
+            if self._allocate(request, num_cached + num_tokens, hit) is None:
+                break
+            budget -= num_tokens
+            request.num_computed, request.status = num_cached, "RUNNING"
+            request.fresh = (list(request.blocks), True)  # type: ignore[attr-defined]
+            self.waiting.remove(request)
+            self.running.append(request)
+            scheduled.append((request, num_tokens))
+
+    def _hit(self, request: FakeRequest) -> list[int]:
+        hit: list[int] = []
+        for index in range((request.num_prompt - 1) // self.block_tokens):
+            block = self.cached.get((request.text, index))
+            if block is None:
+                break
+            hit.append(block)
+        return hit
+
+    def _allocate(
+        self, request: FakeRequest, num_tokens: int, hit: list[int] | None = None
+    ) -> list[int] | None:
+        hit = hit or []
+        wanted = -(-num_tokens // self.block_tokens) - len(request.blocks) - len(hit)
+        if wanted > len(set(self.free) - set(hit)):
+            return None
+        for block in hit:
+            if block in self.free:
+                self.free.remove(block)
+        new = [self.free.pop(0) for _ in range(wanted)]
+        for key in [key for key, block in self.cached.items() if block in new]:
+            del self.cached[key]
+        self.references.update(hit + new)
+        request.blocks += hit + new
+        return new
+
+    def _cache(self, request: FakeRequest) -> None:
+        for index in range(min(request.num_computed, request.num_prompt) // self.block_tokens):
+            self.cached.setdefault((request.text, index), request.blocks[index])
+
+    def _preempt(self, request: FakeRequest) -> None:
+        self.running.remove(request)
+        self._give_back(request)
+        request.num_computed, request.status = 0, "PREEMPTED"
+        self.waiting.insert(0, request)
+
+    def _finish(self, request: FakeRequest, *, complete: bool, delay: bool) -> None:
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+        request.status = "FINISHED"
+        self.ended.append(request)
+        kept = self.hand_offs.finished(request.request_id, complete=complete)
+        if not (kept or delay):
+            self._free(request)
+
+    def _free(self, request: FakeRequest) -> None:
+        self._give_back(request)
+        del self.requests[request.request_id]
+
+    def _give_back(self, request: FakeRequest) -> None:
+        for block in reversed(request.blocks):
+            self.references[block] -= 1
+            if not self.references[block]:
+                self.free.append(block)
+        request.blocks = []

@@ -1,0 +1,98 @@
+"""vLLM's cache in memory of ours, and what its views have to look like."""
+
+import pytest
+import torch
+
+from baton.errors import ConfigError, InvariantError
+from baton_vllm.arena import VllmArena
+from kv_transfer.memory.arena import WorkerMemory
+
+LAYERS, PAGES, HEADS, TOKENS, WIDTH = 3, 5, 2, 16, 8
+PAGE = HEADS * TOKENS * WIDTH * 4
+FACTS = {"vllm": "0.32.0", "attention": "CPU_ATTN"}
+
+
+def allocated() -> tuple[WorkerMemory, VllmArena, torch.Tensor]:
+    memory = WorkerMemory()
+    arena = VllmArena(memory, "abc")
+    with arena:
+        cache = torch.zeros(LAYERS * PAGES * PAGE, dtype=torch.int8, device=torch.device("cpu"))
+    return memory, arena, cache
+
+
+def views(cache: torch.Tensor, layers: int = LAYERS) -> dict[str, torch.Tensor]:
+    whole = cache.view(torch.float32).view(layers, -1, HEADS, TOKENS, WIDTH)
+    return {f"layers.{index}": whole[index] for index in range(layers)}
+
+
+def test_the_one_allocation_of_the_cache_lies_in_the_workers_memory_and_no_other_one():
+    memory = WorkerMemory()
+    arena = VllmArena(memory, "abc")
+    with arena:
+        other = torch.zeros(4, dtype=torch.int32)
+        cache = torch.zeros(64, dtype=torch.int8, device=torch.device("cpu"))
+        with pytest.raises(InvariantError):
+            torch.zeros(64, dtype=torch.int8)
+    cache[3] = 7
+
+    assert other.tolist() == [0, 0, 0, 0]
+    assert memory.span.host_view[3] == 7
+    assert torch.zeros(2, dtype=torch.int8).tolist() == [0, 0]
+
+
+def test_layout_is_that_of_the_views_without_the_spare_page_and_names_what_decides_its_bytes():
+    memory, arena, cache = allocated()
+    seen = views(cache)
+    seen["layers.1"][2] = 1.5
+
+    arena.register(seen | {"shares the last": seen["layers.2"]}, TOKENS, FACTS)
+
+    layout = arena.layout
+    assert layout.layers == ("layers.0", "layers.1", "layers.2")
+    assert (layout.num_kv_heads, layout.head_dim, layout.dtype) == (HEADS, WIDTH // 2, "float32")
+    assert layout.page_layer_bytes == PAGE
+    assert arena.num_blocks == PAGES - 1
+    assert arena.layer_index("shares the last") == 2
+    first = layout.layer_offset(1, PAGES) + 2 * PAGE
+    assert bytes(memory.span.host_view[first : first + PAGE]) == bytes(
+        seen["layers.1"][2].view(torch.uint8).numpy()
+    )
+
+
+def test_peers_of_another_version_or_attention_backend_are_told_what_differs():
+    layouts = []
+    for facts in (FACTS, FACTS | {"vllm": "0.33.0"}):
+        _, arena, cache = allocated()
+        arena.register(views(cache), TOKENS, facts)
+        layouts.append(arena.layout)
+
+    difference = layouts[0].difference(layouts[1])
+
+    assert difference is not None
+    assert "vllm=0.32.0" in difference
+    assert "vllm=0.33.0" in difference
+
+
+def test_pages_that_lie_otherwise_are_refused_by_the_layers_name():
+    _, arena, cache = allocated()
+    by_token = cache.view(torch.float32).view(LAYERS, PAGES, TOKENS, HEADS, WIDTH)
+    turned = {f"layers.{index}": by_token[index].transpose(1, 2) for index in range(LAYERS)}
+
+    with pytest.raises(ConfigError, match=r"layers\.0"):
+        arena.register(turned, TOKENS, FACTS)
+    with pytest.raises(ConfigError, match="blocks of 32 tokens"):
+        arena.register(views(cache), 32, FACTS)
+    with pytest.raises(ConfigError, match="int8"):
+        arena.register({"layers.0": cache.view(LAYERS * PAGES, 1, TOKENS, -1)}, TOKENS, FACTS)
+
+
+def test_a_cache_that_came_from_elsewhere_is_refused():
+    arena = VllmArena(WorkerMemory(), "abc")
+
+    with pytest.raises(ConfigError, match="did not allocate"):
+        arena.register(views(torch.zeros(LAYERS * PAGES * PAGE, dtype=torch.int8)), TOKENS, FACTS)
+
+
+def test_a_cache_on_a_gpu_is_refused():
+    with VllmArena(WorkerMemory(), "abc"), pytest.raises(ConfigError, match="on CPUs only"):
+        torch.zeros(64, dtype=torch.int8, device="cuda")

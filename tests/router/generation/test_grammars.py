@@ -1,0 +1,296 @@
+"""The form of an answer: every field that asks for one becomes a grammar, and what cannot be held to is refused by name and path."""
+
+import json
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from baton.config.schema import GrammarConfig
+from baton.errors import InvalidRequestError, OverloadedError
+from baton.grammar import parser_limits
+from baton.telemetry.metrics import new_registry
+from router.generation.answer_form import AnswerForm, StructuralTag, grammar_of
+from router.generation.grammars import GrammarChecker
+from tests.router.generation.schemas import INVALID, REFUSED, SCHEMAS
+from tests.router.served import MODEL, serve, tiny_tokenizer
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+RESPONSE, MESSAGE = "/v1/responses", "/v1/messages"
+SAID = [{"role": "user", "content": "hi"}]
+BASE: dict[str, dict[str, Any]] = {
+    CHAT: {"model": MODEL, "messages": SAID},
+    COMPLETION: {"model": MODEL, "prompt": "hi"},
+    RESPONSE: {"model": MODEL, "input": "hi"},
+    MESSAGE: {"model": MODEL, "messages": SAID, "max_tokens": 50},
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f="],
+}
+OF_OPENAI = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+
+
+def of(kind: Any, value: Any) -> AnswerForm:
+    return AnswerForm(kind=kind, value=value, param="field")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = tiny_tokenizer()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def checker():
+    made = GrammarChecker(GrammarConfig(max_depth=4), (), new_registry())
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer) -> LLTokenizer:
+    (end,) = [i for i in tokenizer.special_ids if tokenizer.backend.id_to_token(i) == "<|end|>"]
+    return LLTokenizer(tokenizer.backend.to_str(), eos_token=end)
+
+
+def takes(vocabulary: LLTokenizer, form: AnswerForm, text: str) -> bool:
+    """Whether `text` is a whole answer of that form."""
+    matcher = LLMatcher(vocabulary, grammar_of(form, ()).text, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = vocabulary.tokenize_bytes(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("form", "right", "wrong"),
+    [
+        (of("json", SCHEMA), ['{"a": 1}', '{\n  "a": -3, "b": []}'], ["{}", '{"a":"1"}', "1"]),
+        (of("json", json.dumps(SCHEMA)), ['{"a":1}'], ["{}"]),
+        (of("regex", "^[ab]+c?$"), ["ab", "aac"], ["", "c", "abcc"]),
+        (of("choice", ["yes", 'n"o\\\n', "Zürich"]), ["yes", 'n"o\\\n', "Zürich"], ["no", "ye"]),
+        (of("grammar", 'start: "x" N\nN: /[0-9]+/'), ["x12"], ["x", "12"]),
+        (of("grammar", 'root ::= "x" [0-9]+'), ["x12"], ["x", "12"]),
+        (
+            of("structural_tag", StructuralTag.model_validate(TAG)),
+            ['so <f=a>{"a":1}</f>.', "no"],
+            ["<f=b>"],
+        ),
+        (of("structural_tag", json.dumps(TAG)), ["so"], ["<f=a>{}</f>"]),
+    ],
+    ids=lambda value: value.kind if isinstance(value, AnswerForm) else None,
+)
+def test_a_form_takes_what_follows_it_and_nothing_else(vocabulary, form, right, wrong):
+    assert [text for text in right if not takes(vocabulary, form, text)] == []
+    assert [text for text in wrong if takes(vocabulary, form, text)] == []
+
+
+def test_between_the_parts_of_json_there_is_not_endless_space(vocabulary):
+    assert takes(vocabulary, of("json", SCHEMA), '{"a":' + " " * 32 + "1}")
+    assert not takes(vocabulary, of("json", SCHEMA), '{"a":' + " " * 33 + "1}")
+
+
+def random_answer(vocabulary: LLTokenizer, grammar: str, seed: int, most: int) -> bytes | None:
+    """What random logits make of a grammar; None for what has not ended after `most` tokens."""
+    matcher = LLMatcher(vocabulary, grammar, limits=parser_limits(GrammarConfig()), log_level=0)
+    size = vocabulary.vocab_size
+    rng = np.random.default_rng(seed)
+    # What ends something is likelier, so that answers end.
+    ends = [vocabulary.decode_str([token])[-1:] in tuple('"}],0123') for token in range(size)]
+    leaning = np.where(ends, 4.0, 0.0)
+    tokens: list[int] = []
+    for _ in range(most):
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[:size].astype(bool)
+        assert not matcher.is_error(), matcher.get_error()
+        scores = np.where(allowed, leaning + rng.gumbel(size=size), -np.inf)
+        token = int(scores.argmax())
+        if token == vocabulary.eos_token:
+            return bytes(vocabulary.decode_bytes(tokens))
+        tokens.append(token)
+        assert matcher.consume_token(token)
+    return None
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+async def test_every_answer_that_ends_follows_its_schema(name, checker, vocabulary):
+    grammar = await checker.text_of(of("json", SCHEMAS[name]), "tenant")
+    _check_answers(vocabulary, SCHEMAS[name], grammar, seeds=4)
+
+
+def _check_answers(vocabulary: LLTokenizer, schema: Any, grammar: str, *, seeds: int) -> None:
+    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+    answers = [random_answer(vocabulary, grammar, seed, 250) for seed in range(seeds)]
+    assert any(answer is not None for answer in answers)
+    for answer in answers:
+        if answer is not None:
+            validator.validate(json.loads(answer))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", ["list", "field", "choice", "named", "reference"])
+@pytest.mark.parametrize("name", SCHEMAS)
+async def test_schemas_within_schemas(name, outer, checker, vocabulary):
+    inner = SCHEMAS[name]
+    if "#" in json.dumps(inner) and outer != "reference":
+        pytest.skip("its references are to its own root")
+    schema = {
+        "list": {"type": "array", "items": inner, "maxItems": 2},
+        "field": {"type": "object", "properties": {"f": inner}, "required": ["f"]},
+        "choice": {"anyOf": [{"const": "neither"}, inner]},
+        "named": {"type": "object", "additionalProperties": inner, "maxProperties": 2},
+        "reference": inner,
+    }[outer]
+    grammar = await GrammarChecker(GrammarConfig(), (), new_registry()).text_of(
+        of("json", schema), "tenant"
+    )
+    _check_answers(vocabulary, schema, grammar, seeds=20)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_is_not_enforced_is_refused_by_the_path_of_its_keyword(name, checker):
+    schema, path = REFUSED[name]
+    with pytest.raises(InvalidRequestError) as caught:
+        await checker.text_of(of("json", schema), "tenant")
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "field")
+    assert caught.value.message.startswith(f"field{path}: ")
+
+
+@pytest.mark.parametrize("name", INVALID)
+async def test_what_is_no_schema_is_refused_by_the_path_of_the_fault(name, checker):
+    schema, path = INVALID[name]
+    with pytest.raises(InvalidRequestError) as caught:
+        await checker.text_of(of("json", schema), "tenant")
+    assert (caught.value.code, caught.value.param) == ("invalid_request", "field")
+    assert caught.value.message.startswith(f"field{path}")
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (of("regex", "a(?=b)"), "look-around"),
+        (of("regex", "a("), "regex"),
+        (of("regex", "x" * 70_000), "grammar.max_bytes"),
+        (of("json", {"enum": ["x" * 40_000, "y" * 40_000]}), "grammar.max_bytes"),
+        (of("json", "{"), "not JSON"),
+        (of("json", "[]"), "schema"),
+        (of("grammar", "start: nothing"), "nothing"),
+        (of("grammar", 'start: %json {"not": {}}'), ".%json 1.not: "),
+        (of("structural_tag", '{"structures": []}'), "structures"),
+    ],
+    ids=lambda value: (
+        f"{value.kind} {str(value.value)[:20]}" if isinstance(value, AnswerForm) else None
+    ),
+)
+async def test_a_grammar_that_cannot_be_is_refused(form, said, checker):
+    with pytest.raises(InvalidRequestError) as caught:
+        await checker.text_of(form, "tenant")
+    assert caught.value.param == "field"
+    assert said in caught.value.message
+
+
+async def test_a_grammar_is_checked_once():
+    registry = new_registry()
+    checker = GrammarChecker(GrammarConfig(), (), registry)
+    for _ in range(3):
+        await checker.text_of(of("json", SCHEMA), "tenant")
+    with pytest.raises(InvalidRequestError):
+        await checker.text_of(of("regex", "("), "tenant")
+    counted = {
+        outcome: registry.get_sample_value("baton_router_grammars_total", {"outcome": outcome})
+        for outcome in ("checked", "known", "refused")
+    }
+    assert counted == {"checked": 1, "known": 2, "refused": 1}
+    checker.close()
+
+
+async def test_a_tenant_has_a_number_of_grammars_checked_at_a_time():
+    checker = GrammarChecker(GrammarConfig(max_compiling_per_tenant=0), (), new_registry())
+    with pytest.raises(OverloadedError):
+        await checker.text_of(of("json", SCHEMA), "tenant")
+    assert await checker.text_of(None, "tenant") == ""
+    checker.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "form"),
+    [
+        (CHAT, {"response_format": {"type": "json_object"}}, of("json", {"type": "object"})),
+        (CHAT, {"response_format": OF_OPENAI}, of("json", SCHEMA)),
+        (CHAT, {"response_format": TAG}, of("structural_tag", json.dumps(TAG))),
+        (COMPLETION, {"response_format": OF_OPENAI}, of("json", SCHEMA)),
+        (
+            RESPONSE,
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
+            of("json", SCHEMA),
+        ),
+        (RESPONSE, {"text": {"format": {"type": "json_object"}}}, of("json", {"type": "object"})),
+        (
+            MESSAGE,
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            of("json", SCHEMA),
+        ),
+        (MESSAGE, {"output_format": {"type": "json_schema", "schema": SCHEMA}}, of("json", SCHEMA)),
+        *[
+            (path, {"structured_outputs": {kind: value}}, of(kind, value))
+            for path in BASE
+            for kind, value in {"json": SCHEMA, "regex": "a", "choice": ["a"]}.items()
+        ],
+        (CHAT, {"structured_outputs": {"json_object": True}}, of("json", {"type": "object"})),
+        (CHAT, {"structured_outputs": {"grammar": 'start: "a"'}}, of("grammar", 'start: "a"')),
+        (
+            CHAT,
+            {"structured_outputs": {"structural_tag": TAG}},
+            of("structural_tag", json.dumps(TAG)),
+        ),
+        (COMPLETION, {"guided_json": SCHEMA}, of("json", SCHEMA)),
+        (COMPLETION, {"guided_regex": "a"}, of("regex", "a")),
+        (COMPLETION, {"guided_choice": ["a", "b"]}, of("choice", ["a", "b"])),
+        (COMPLETION, {"guided_grammar": 'start: "a"'}, of("grammar", 'start: "a"')),
+    ],
+)
+async def test_each_field_s_grammar_is_sent_to_the_workers(path, fields, form):
+    async with serve() as served:
+        served.says("x")
+        reply = await served.http.post(path, json=BASE[path] | fields)
+        assert reply.status_code == 200, reply.text
+        (request,) = served.generator.requests
+        assert request.prompt.sampling.grammar == grammar_of(form, ()).text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "structural_tag"),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            "structural_tag",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"guided_regex": "a", "allowed_token_ids": [5]}, "allowed_token_ids"),
+    ],
+)
+async def test_a_wrong_form_is_refused_by_its_field(fields, param):
+    async with serve() as served:
+        reply = await served.chat(**fields)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+        assert served.generator.requests == []
+
+
+async def test_text_asks_for_no_grammar():
+    async with serve() as served:
+        served.says("x")
+        await served.chat(response_format={"type": "text"})
+        assert served.generator.requests[0].prompt.sampling.grammar == ""

@@ -1,0 +1,83 @@
+import asyncio
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from baton.errors import InvalidRequestError
+from router.text.long_texts import LongTextEncoder
+from tests.router.served import tiny_tokenizer
+from tests.router.text.tiny_tokenizers import byte_level
+
+TEXT = "Schöne Grüße <|end|> 東京 🗼\n" * 1000
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def encoder() -> Iterator[LongTextEncoder]:
+    made = LongTextEncoder(byte_level())
+    yield made
+    made.close()
+    assert _children() == []
+
+
+def _children() -> list[psutil.Process]:
+    return [c for c in psutil.Process().children() if "encoding_child" in " ".join(c.cmdline())]
+
+
+async def _encode(encoder: LongTextEncoder, text: str) -> tuple[int, ...]:
+    return tuple(await encoder.encode(text, add_special_tokens=True, param="prompt"))
+
+
+def _expected(text: str) -> tuple[int, ...]:
+    return tuple(byte_level().encode(text, add_special_tokens=True).ids)
+
+
+async def test_a_text_has_the_ids_that_it_has_elsewhere_and_the_child_is_kept(
+    encoder: LongTextEncoder,
+):
+    assert await _encode(encoder, TEXT) == _expected(TEXT)
+    (child,) = _children()
+    assert await _encode(encoder, "") == ()
+    assert _children() == [child]
+
+
+async def test_after_a_very_long_text_the_child_and_its_memory_are_gone(
+    encoder: LongTextEncoder, monkeypatch
+):
+    monkeypatch.setattr("router.text.long_texts._KEPT_TEXT", 1000)
+    assert await _encode(encoder, TEXT) == _expected(TEXT)
+    assert _children() == []
+    assert await _encode(encoder, TEXT) == _expected(TEXT)
+
+
+async def test_a_child_that_was_killed_is_replaced(encoder: LongTextEncoder):
+    await _encode(encoder, TEXT)
+    (child,) = _children()
+    child.kill()
+    child.wait(10)
+    assert await _encode(encoder, TEXT) == _expected(TEXT)
+
+
+async def test_a_text_that_takes_too_much_memory_is_refused_and_the_next_one_encoded():
+    encoder = LongTextEncoder(byte_level(), memory_bytes=64 * 1024**2)
+    with pytest.raises(InvalidRequestError, match="bytes of memory") as refused:
+        await _encode(encoder, "x y " * 500_000)
+    assert refused.value.param == "prompt"
+    assert await _encode(encoder, TEXT) == _expected(TEXT)
+    encoder.close()
+
+
+async def test_the_loop_runs_and_short_texts_are_encoded_while_a_long_one_is(monkeypatch):
+    monkeypatch.setattr("router.text.tokenizer.LONG_TEXT", 100)
+    tokenizer = tiny_tokenizer()
+    long = asyncio.ensure_future(tokenizer.encode("x y " * 200_000, add_special_tokens=False))
+    others = 0
+    while not long.done():
+        await tokenizer.encode("hi", add_special_tokens=False)
+        others += 1
+    assert others > 10
+    assert len(await long) > 200_000
+    assert await tokenizer.encode(TEXT, add_special_tokens=True) == _expected(TEXT)
+    tokenizer.close()
