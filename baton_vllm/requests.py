@@ -23,6 +23,7 @@ class Treatment(Enum):
     PASSED = "passed"
     TRANSLATED = "translated"
     UNUSED = "unused"
+    REFUSED = "refused"
 
 
 SAMPLING: Mapping[str, Treatment] = {
@@ -43,8 +44,9 @@ SAMPLING: Mapping[str, Treatment] = {
     "min_tokens": Treatment.TRANSLATED,
     "allowed_token_ids": Treatment.TRANSLATED,
     "bad_words": Treatment.TRANSLATED,  # as token ids, past vLLM's tokenizer
+    "grammar": Treatment.REFUSED,  # vLLM compiles grammars with a tokenizer, which the worker has not
 }
-"""Every field of `SamplingParams`. One that is not here is refused by its name where it differs from its default."""
+"""Every field of `SamplingParams`. One that is refused, or not here, is refused by its name where it differs from its default."""
 
 PROMPT: Mapping[str, Treatment] = {
     "prompt_tokens": Treatment.TRANSLATED,
@@ -94,7 +96,7 @@ def refusal(prompt: Prompt, stop_ids: frozenset[int]) -> UnsupportedParameterErr
 
 def _unsupported(prompt: Prompt, stop_ids: frozenset[int]) -> str | None:
     sampling = prompt.sampling
-    for name in (*_unknown(prompt, PROMPT), *_unknown(sampling, SAMPLING)):
+    for name in (*_refused(prompt, PROMPT), *_refused(sampling, SAMPLING)):
         return f"{name} is not supported"
     if sampling.allowed_token_ids and sampling.bad_words:
         return "bad_words is not supported beside allowed_token_ids"
@@ -113,11 +115,12 @@ def _unsupported(prompt: Prompt, stop_ids: frozenset[int]) -> str | None:
     return None
 
 
-def _unknown(what: Prompt | SamplingParams, table: Mapping[str, Treatment]) -> Iterator[str]:
-    """Fields that the table does not have and that ask for something."""
+def _refused(what: Prompt | SamplingParams, table: Mapping[str, Treatment]) -> Iterator[str]:
+    """Fields that the table refuses or does not have, and that ask for something."""
     for each in fields(what):
         default = each.default_factory() if each.default_factory is not MISSING else each.default
-        if each.name not in table and getattr(what, each.name) != default:
+        how = table.get(each.name, Treatment.REFUSED)
+        if how is Treatment.REFUSED and getattr(what, each.name) != default:
             yield each.name
 
 

@@ -57,6 +57,7 @@ def test_scope_and_priority_become_salt_and_order():
 @pytest.mark.parametrize(
     ("sampling", "output", "param"),
     [
+        ({"grammar": "start: /a/"}, (), "grammar"),
         ({"presence_penalty": 0.5}, (4,), "presence_penalty"),
         ({"frequency_penalty": 0.5}, (4,), "frequency_penalty"),
         ({"bad_words": ((1, 2),)}, (4,), "bad_words"),
