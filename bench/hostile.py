@@ -6,8 +6,10 @@ some are honest requests of the largest size.
 
 Figures, for each attack: `ATTACK_stall_ms`, what the router's event loop does: the longest that the canary waited for `/health`, or in a
 completion after its first token, less what it waits at the median when nobody attacks; `ATTACK_completion_ms`, the same for whole
-completions, which may also wait for a free worker and count in no stall; `ATTACK_memory_mb`, the router's largest resident memory while it ran, less what it holds when idle after its start; and
-`ATTACK_status`, the HTTP status of the last reply (0: closed without one). `worst_stall_ms` and `worst_memory_mb` are the largest of all attacks.
+completions, which may also wait for a free worker and count in no stall; `ATTACK_memory_mb`, the router's largest resident memory while
+it ran, less what it holds when idle after its start; `ATTACK_children_mb`, the largest of its child processes together (chat templates,
+long texts); and `ATTACK_status`, the HTTP status of the last reply (0: closed without one). `worst_stall_ms`, `worst_memory_mb` and
+`worst_children_mb` are the largest of all attacks.
 `trailer_names_request`: 1 if a request id in a trailer came back as that of the request.
 """
 
@@ -18,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -37,6 +40,7 @@ _BODY = 8 * MIB - 4096
 _MAX_MODEL_LEN = 1_200_000
 _SECRET = "5e" * 32
 _CALM_S = 1.0
+_LOOK_S = 0.05
 _ROUNDS = 2
 _TIMEOUT_S = 120.0
 _MODEL = "bench"
@@ -74,7 +78,7 @@ def main() -> None:
                 model = vocabulary(Path(name))
                 with _cluster(Path(name), model) as url:
                     _measure(url, chosen, report)
-    for figure in ("stall_ms", "memory_mb"):
+    for figure in ("stall_ms", "memory_mb", "children_mb"):
         measured = [v for name, v in report.figures.items() if name.endswith("_" + figure)]
         _note(report, f"worst_{figure}", max(measured))
     if arguments.json:
@@ -101,7 +105,7 @@ def _measure(url: str, attacks: Sequence[Attack], report: Report) -> None:
     for attack in attacks:
         sent = attack.make()
         _forget_peak(router)
-        with _canary(orders) as seen:
+        with _canary(orders) as seen, _children_bytes(router) as children:
             time.sleep(0.1)
             for _ in range(_ROUNDS):
                 reply = _send(port, sent, attack.read_bytes_per_s)
@@ -111,6 +115,7 @@ def _measure(url: str, attacks: Sequence[Attack], report: Report) -> None:
         waited_s = max(seen.completion_s) - median(calm.completion_s)
         _note(report, f"{attack.name}_completion_ms", waited_s * 1e3)
         _note(report, f"{attack.name}_memory_mb", grown / MIB)
+        _note(report, f"{attack.name}_children_mb", max(children) / MIB)
         _note(report, f"{attack.name}_status", _status(reply))
         if attack.name == "trailers":
             _note(report, "trailer_names_request", float(b"from-a-trailer" in reply))
@@ -183,6 +188,25 @@ def _peak_bytes(process: psutil.Process) -> int:
     status = Path(f"/proc/{process.pid}/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def _children_bytes(process: psutil.Process) -> Iterator[list[int]]:
+    """Resident memory of all its children, looked at again and again inside."""
+    seen, ended = [0], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(_LOOK_S):
+            with suppress(psutil.NoSuchProcess):
+                seen.append(sum(child.memory_info().rss for child in process.children()))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        looking.join()
 
 
 def _router() -> psutil.Process:

@@ -51,6 +51,8 @@ def _positive(time_s: float | None) -> bool:
     return time_s is None or 0 < time_s < float("inf")
 
 
+MAX_GRAMMAR_BYTES = 256 * 1024
+
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """`package.module:Class`, of an operator's own."""
 
@@ -125,6 +127,12 @@ RULES: tuple[Rule, ...] = (
         demand="must be a path such as /llm, without a slash at its end, and not begin with /v1",
     ),
     _one_of("tenants.source", TENANT_SOURCES),
+    # It travels in a worker's command, escaped, beside a prompt (baton/rpc/bounds.py).
+    Rule(
+        path="grammar.max_bytes",
+        holds=lambda v: 1 <= v <= MAX_GRAMMAR_BYTES,
+        demand=f"must be from 1 to {MAX_GRAMMAR_BYTES}",
+    ),
     *_at_least(1, "tenants.routers"),
     _one_of("simulated.role", [role.value for role in Role]),
     *_above_zero("simulated.prefill_tokens_per_s"),

@@ -97,7 +97,7 @@ class GrammarConfig:
     by workers; give all of them the same.
 
     Attributes:
-        max_bytes: Longest schema, regular expression or grammar, as JSON or text.
+        max_bytes: Longest schema, regular expression or grammar, as JSON or text; 256 KiB at most.
         max_depth: Levels of a schema.
         max_symbols: Symbols in the productions of a compiled grammar.
         max_states: States of its lexer; each takes one or two kilobytes of a worker's memory.

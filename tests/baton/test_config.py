@@ -97,6 +97,7 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(clus
             "pool: {directory: redis, redis_url: 'redis://x', peer_address: '0.0.0.0:7002'}",
             "others cannot reach 0.0.0.0:7002; set pool.advertise_address to host:port",
         ),
+        ("grammar: {max_bytes: 1000000}", "grammar.max_bytes: must be from 1 to 262144"),
         ("log: {level: loud}", "log.level: must be debug, info, warning or error, not 'loud'"),
         ("router: {port: 1\n", "cluster.yaml:2: expected ',' or '}', but got '<stream end>'"),
         ("a: !!python/object:os.system x", "could not determine a constructor"),

@@ -12,6 +12,7 @@ import grpc
 import psutil
 import pytest
 
+from baton.config.rules import MAX_GRAMMAR_BYTES
 from baton.rpc.address_limit import AddressLimit
 from baton.rpc.bounds import (
     CONNECTIONS,
@@ -208,6 +209,7 @@ def test_a_prompt_of_full_length_and_its_checksums_fit_a_worker() -> None:
         stop_token_ids=range(1 << 20, (1 << 20) + 1024),
         allowed_token_ids=bytes(4 * 8192),
         bad_words=[bytes(4 * 1024)] * 64,
+        grammar='"' + '\\"' * MAX_GRAMMAR_BYTES + '"',
     )
     request = common_pb2.GenerationRequest(
         prompt_tokens=bytes(4 * LONG.max_model_len), samples=range(128), sampling=sampling
