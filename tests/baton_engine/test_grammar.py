@@ -208,11 +208,12 @@ def test_a_text_that_goes_on_elsewhere_is_the_same(new_engine):
 
 
 def test_a_text_is_the_same_beside_others_and_after_a_preemption(new_engine):
-    (alone,) = drawn(new_engine(), asked(3)).values()
-    crowded = new_engine(num_blocks=10)
-    free = replace(asked(5).sampling, grammar="", max_tokens=130, ignore_eos=True)
+    prompt = asked(3, grammar=LLMatcher.grammar_from_regex("([a-z]{3} ){99}"), max_tokens=60)
+    (alone,) = drawn(new_engine(), prompt).values()
+    crowded = new_engine(num_blocks=8)
+    free = replace(asked(5).sampling, grammar="", max_tokens=80, ignore_eos=True)
     crowded.tell(Generate(seq_id=OTHER, prompt=replace(asked(5), sampling=free)))
-    assert drawn(crowded, asked(3)) == {0: alone}
+    assert drawn(crowded, prompt) == {0: alone}
     assert crowded.scheduler.load().preemptions > 0
 
 

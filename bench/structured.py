@@ -1,0 +1,291 @@
+"""What holding answers to grammars costs: `python -m bench.structured [--shape llama116m] [--rounds N] [--json FILE]`.
+
+With a vocabulary of 131,072 made-up tokens: compiling 200 schemas of the kinds that clients send, the masks of their answers, the
+time to first token with a schema that is new to router and worker (what the router's check takes is added), and decodes of eight
+sequences with and without a schema, in turns in one engine.
+"""
+
+import argparse
+import asyncio
+import string
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from random import Random
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from baton.config.schema import EngineConfig, GrammarConfig, ModelConfig
+from baton.errors import BatonError
+from baton.generation import Prompt, SamplingParams
+from baton.ids import SeqId
+from baton_engine.messages import Generate, StepEvents
+from bench.harness.report import Report
+from bench.harness.shapes import SHAPES, write_model
+from kv_transfer.memory.arena import WorkerMemory
+from router.generation.answer_form import AnswerForm
+from router.generation.grammars import GrammarChecker
+
+if TYPE_CHECKING:
+    from baton_engine.build import BuiltEngine
+    from baton_engine.grammar import MatcherCompiler
+    from baton_engine.ports import TokenConstraint
+
+VOCABULARY = 131_072
+_END = 1
+_SEQUENCES, _TOKENS = 8, 64
+_SCHEMAS = 200
+_Schema = dict[str, Any]
+
+
+def write_tokenizer(directory: Path, size: int) -> None:
+    """A byte-level `tokenizer.json` of `size` tokens that look like those of a text: words, numbers, indentation, punctuation."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    rng = Random(0)
+    words = dict.fromkeys(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    words |= dict.fromkeys(f"{number}" for number in range(1000))
+    words |= dict.fromkeys("Ġ" * width for width in range(1, 64))
+    marks = ['":', '",', '"}', '":"', '","', "},", "{}", "[]", "],", 'Ġ"', "Ċ", "ĊĠĠ", '{"']
+    words |= dict.fromkeys(marks)
+    syllables = [c + v for c in "bcdfghjklmnpqrstvwxyz" for v in ("a", "e", "i", "o", "u", "en")]
+    while len(words) < size:
+        word = "".join(rng.choices(syllables, k=rng.randint(1, 4))) + rng.choice(["", "s", "ing"])
+        words[rng.choice(["", "Ġ", "Ġ"]) + rng.choice([word, word.title()])] = None
+    ids = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def schema(rng: Random, depth: int = 3) -> _Schema:
+    """One like those that clients send: an object of a few named values, some of them lists or objects."""
+    names = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 10))) for _ in range(6)]
+    chosen = names[: rng.randint(2, 6)]
+    return {
+        "type": "object",
+        "properties": {name: _value(rng, depth - 1) for name in chosen},
+        "required": chosen[: rng.randint(1, len(chosen))],
+        "additionalProperties": False,
+    }
+
+
+def _value(rng: Random, depth: int) -> _Schema:
+    simple: list[_Schema] = [
+        {"type": "string"},
+        {"type": "string", "maxLength": rng.randint(5, 80)},
+        {"type": "string", "format": rng.choice(["date", "date-time", "uuid", "email"])},
+        {"type": "string", "pattern": rng.choice(["^[A-Z]{2}\\d{4}$", "^\\w+@\\w+$"])},
+        {"type": "integer", "minimum": 0, "maximum": rng.randint(10, 9999)},
+        {"type": "number"},
+        {"type": "boolean"},
+        {"enum": [f"value {number}" for number in range(rng.randint(2, 20))]},
+        {"type": ["string", "null"]},
+    ]
+    if depth <= 0 or rng.random() < 0.6:
+        return rng.choice(simple)
+    inner = schema(rng, depth) if rng.random() < 0.5 else _value(rng, depth - 1)
+    return rng.choice(
+        [inner, {"type": "array", "items": inner}, {"anyOf": [{"type": "null"}, inner]}]
+    )
+
+
+async def checked(schemas: Sequence[_Schema]) -> tuple[list[str], list[float]]:
+    """The grammars of `schemas` as the router sends them, and the seconds that its check of each took."""
+    checker = GrammarChecker(GrammarConfig(max_compiled=1), (), CollectorRegistry())
+    grammars, seconds = [], []
+    for value in schemas:
+        begun_s = time.perf_counter()
+        form = AnswerForm(kind="json", value=value, param="bench")
+        grammars.append(await checker.text_of(form, "bench"))
+        seconds.append(time.perf_counter() - begun_s)
+    checker.close()
+    return grammars, seconds
+
+
+def compiled(compiler: "MatcherCompiler", grammar: str) -> "TokenConstraint":
+    """Waits for it."""
+    outcome: Future[TokenConstraint | BatonError] = Future()
+    sampling = SamplingParams(grammar=grammar)
+    compiler.compile(Prompt(prompt_tokens=(1,), sampling=sampling), outcome.set_result)
+    constraint = outcome.result()
+    if isinstance(constraint, BatonError):
+        raise constraint
+    return constraint
+
+
+def mask_seconds(constraint: "TokenConstraint", rng: np.random.Generator, most: int) -> list[float]:
+    """Of each mask of a random answer."""
+    bits, seconds = np.empty(VOCABULARY // 32, np.uint32), []
+    for _ in range(most):
+        begun_s = time.perf_counter()
+        constraint.fill(bits)
+        seconds.append(time.perf_counter() - begun_s)
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        token = int(rng.choice(allowed))
+        if token == _END:
+            break
+        constraint.accept(token)
+    return seconds
+
+
+class Timed:
+    """A running engine, and when the tokens of its requests came.
+
+    Args:
+        built: Closed by whoever built it.
+    """
+
+    def __init__(self, built: "BuiltEngine") -> None:
+        self._host = built.host
+        self._host.attach(self._hear)
+        self._host.start()
+        self._names = (SeqId(f"bench/{number}") for number in count())
+        self._came_s: list[float] = []
+        self._left = 0
+        self._over = threading.Event()
+
+    def _hear(self, told: StepEvents) -> None:
+        if told.sampled is not None:
+            now_s = time.perf_counter()
+            self._came_s += [now_s] * len(told.sampled.tokens)
+            self._left -= sum(reason is not None for reason in told.sampled.finish_reasons)
+            if self._left <= 0:
+                self._over.set()
+
+    def came_s(self, prompts: Sequence[Prompt]) -> list[float]:
+        """When each token of `prompts` came, after they were submitted together."""
+        self._came_s, self._left = [], len(prompts)
+        self._over.clear()
+        begun_s = time.perf_counter()
+        for prompt in prompts:
+            self._host.submit(Generate(seq_id=next(self._names), prompt=prompt))
+        if not self._over.wait(120.0):
+            raise RuntimeError("the engine did not answer")
+        return [came_s - begun_s for came_s in self._came_s]
+
+
+def _prompts(number: int, tokens: int, grammar: str) -> list[Prompt]:
+    sampling = SamplingParams(max_tokens=tokens, seed=number, ignore_eos=True, grammar=grammar)
+    texts = [
+        [2 + (71 * number + 7 * i + 31 * place) % 4000 for place in range(32)] for i in range(8)
+    ]
+    return [
+        Prompt(prompt_tokens=tuple(text), sampling=replace(sampling, seed=number + i))
+        for i, text in enumerate(texts)
+    ]
+
+
+def _decode_rate(came_s: list[float]) -> float:
+    """Tokens per second once all sequences decode."""
+    return (len(came_s) - _SEQUENCES) / (came_s[-1] - came_s[_SEQUENCES - 1])
+
+
+def _build(directory: Path) -> "BuiltEngine":
+    from baton_engine.build import build_engine
+
+    return build_engine(
+        ModelConfig(model=str(directory), max_model_len=1024),
+        EngineConfig(kv_cache_memory_bytes=256 << 20),
+        secret=bytes(32),
+        memory=WorkerMemory(),
+        sink=None,
+        progress=lambda _what, _fraction: None,
+        grammar=GrammarConfig(max_compiled=1),
+    )
+
+
+def measure(directory: Path, rounds: int, tell: Callable[[str], None]) -> dict[str, float]:
+    """All figures."""
+    from baton_engine.grammar import load_compiler
+    from baton_engine.models.config import load_spec
+
+    rng = Random(1)
+    grammars, check_s = asyncio.run(checked([schema(rng) for _ in range(_SCHEMAS)]))
+    compiler = load_compiler(directory, load_spec(directory), GrammarConfig(max_compiled=1))
+    assert compiler is not None
+    compile_s, mask_s = [], []
+    for number, grammar in enumerate(grammars):
+        begun_s = time.perf_counter()
+        constraint = compiled(compiler, grammar)
+        compile_s.append(time.perf_counter() - begun_s)
+        mask_s += mask_seconds(constraint, np.random.default_rng(number), 40)
+    compiler.close()
+    figures = {
+        "check_ms_p50": 1e3 * median(check_s),
+        "compile_ms_p50": 1e3 * median(compile_s),
+        "compile_ms_p99": 1e3 * quantiles(compile_s, n=100)[98],
+        "mask_us_p50": 1e6 * median(mask_s),
+        "mask_us_p99": 1e6 * quantiles(mask_s, n=100)[98],
+    }
+    tell(f"compiled: {figures}")
+    built = _build(directory)
+    try:
+        engine = Timed(built)
+        figures |= _first_tokens(engine, grammars, figures["check_ms_p50"])
+        tell(f"first tokens: {figures}")
+        figures |= _decodes(engine, rounds)
+    finally:
+        built.host.close()
+    tell(f"decodes: {figures}")
+    return figures
+
+
+def _first_tokens(engine: Timed, grammars: Sequence[str], check_ms: float) -> dict[str, float]:
+    free_s: list[float] = []
+    constrained_s: list[float] = []
+    for number in range(40):
+        for grammar, seconds in (("", free_s), (grammars[number], constrained_s)):
+            seconds.append(engine.came_s(_prompts(2 * number + bool(grammar), 1, grammar)[:1])[0])
+    added_ms = 1e3 * (median(constrained_s) - median(free_s))
+    return {
+        "ttft_free_ms_p50": 1e3 * median(free_s),
+        "ttft_added_ms_p50": added_ms + check_ms,
+    }
+
+
+def _decodes(engine: Timed, rounds: int) -> dict[str, float]:
+    endless = {"type": "array", "minItems": 10_000, "items": schema(Random(2), 1)}
+    (grammar,), _ = asyncio.run(checked([endless]))
+    rates: dict[str, list[float]] = {"": [], grammar: []}
+    for number in range(rounds + 1):
+        for kind in ("", grammar) if number % 2 else (grammar, ""):
+            rate = _decode_rate(engine.came_s(_prompts(1000 + number, _TOKENS, kind)))
+            if number:  # the first round warms up
+                rates[kind].append(rate)
+    ratios = [held / free for held, free in zip(rates[grammar], rates[""], strict=True)]
+    return {
+        "constrained_over_free_tok_s_b8": median(ratios),
+        "free_tok_s_b8": median(rates[""]),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama116m")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as directory:
+        write_model(replace(SHAPES[arguments.shape], vocab=VOCABULARY), Path(directory))
+        write_tokenizer(Path(directory), VOCABULARY)
+        figures = measure(Path(directory), arguments.rounds, lambda told: print(told, flush=True))
+    settings = {"shape": arguments.shape, "rounds": arguments.rounds, "vocabulary": VOCABULARY}
+    report = Report(benchmark="structured", settings=settings, figures=figures)
+    if arguments.json:
+        report.write(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
