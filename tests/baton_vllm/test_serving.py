@@ -34,7 +34,9 @@ def cluster(tmp_path_factory):
     file = tmp_path_factory.mktemp("vllm") / "cluster.yaml"
     file.write_text("engine:\n  vllm:\n    enforce_eager: true\n")
     flags = ["-f", str(file), "--engine", "vllm", "--hybrid-workers", "1"]
-    with serve(None, *flags, "--dtype", "float32", "--kv-cache-memory", "64MiB") as served:
+    with serve(
+        None, *flags, "--dtype", "float32", "--kv-cache-memory", "64MiB", "--block-size", "32"
+    ) as served:
         yield served
 
 
