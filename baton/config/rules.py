@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.config.ports import MIN_PORTS, is_wildcard, parse_ports, port_of
-from baton.config.schema import BatonConfig
+from baton.config.schema import BatonConfig, EngineConfig
 from baton.ids import Role
 
 
@@ -72,6 +72,7 @@ PREFILL_ORDERS = ("slack", "arrival")
 PREEMPTIONS = ("arrival", "priority", "slo")
 QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
+ENGINES = ("baton", "vllm")
 KV_DTYPES = ("auto", "fp8_e4m3")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -87,6 +88,7 @@ RULES: tuple[Rule, ...] = (
     *_at_least(1, "model.max_model_len"),
     Rule(path="model.seed", holds=lambda v: 0 <= v < 2**64, demand="must be from 0 to 2**64 - 1"),
     Rule(path="model.served_model_name", holds=all, demand="must not hold an empty name"),
+    _one_of("engine.kind", ENGINES),
     _one_of("engine.device", DEVICES),
     _one_of("engine.kv_cache_dtype", KV_DTYPES),
     Rule(
@@ -261,6 +263,8 @@ def contradiction(config: BatonConfig) -> str | None:
         return "tenants.source is redis, which needs tenants.redis_url"
     if config.tenants.source == "redis" and not cluster.secret:
         return "tenants.source is redis, which needs cluster.secret: the document is sealed with it"
+    if (misfit := _engine_misfit(config)) is not None:
+        return misfit
     pool = config.pool
     if pool.directory == "redis" and not pool.redis_url:
         return "pool.directory is redis, which needs pool.redis_url"
@@ -297,6 +301,36 @@ def contradiction(config: BatonConfig) -> str | None:
             f" {cluster.prefill_workers} prefill, {cluster.decode_workers} decode"
             f" and {cluster.hybrid_workers} hybrid"
         )
+    return None
+
+
+_OWN_ENGINE_ONLY = (
+    "compile",
+    "deterministic",
+    "output_headroom",
+    "plan_ahead",
+    "preemption",
+    "prefill_order",
+    "tbt_target_s",
+)
+"""Fields of `EngineConfig` that Baton's own engine alone obeys."""
+
+
+def _engine_misfit(config: BatonConfig) -> str | None:
+    """What the chosen engine cannot do, or None."""
+    engine, cluster = config.engine, config.cluster
+    if engine.kind != "vllm":
+        return "engine.vllm needs engine.kind vllm" if engine.vllm else None
+    own = EngineConfig()
+    for name in _OWN_ENGINE_ONLY:
+        if getattr(engine, name) != getattr(own, name):
+            return f"engine.{name} is of the engine baton: engine.kind is vllm"
+    if config.model.quantization != "none":
+        return "model.quantization is of the engine baton: give vLLM's as engine.vllm.quantization"
+    if config.pool.enabled:
+        return "pool.enabled: the pool does not hold pages of the engine vllm yet"
+    if cluster.prefill_workers or cluster.decode_workers:
+        return "engine.kind vllm runs in hybrid workers only, so far: set cluster.hybrid_workers"
     return None
 
 

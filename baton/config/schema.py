@@ -36,6 +36,8 @@ class EngineConfig:
     """One engine's limits.
 
     Attributes:
+        kind: Which engine computes: `baton`, or `vllm` (docs/guides/choose-an-engine.md).
+        vllm: With `vllm`: settings of its own, by its own names. Those that have one of Baton's, or that Baton decides, are refused.
         device: `auto`, `cpu` or `cuda`.
         block_size: Tokens per KV page, one number in the whole cluster; None for 64 on GPU and 16 on CPU.
         kv_cache_memory_bytes: Bytes of KV pages per worker; None derives it from the machine.
@@ -67,6 +69,8 @@ class EngineConfig:
             is admitted: at 0 most run at once, at 1 none with a single sample is ever preempted.
     """
 
+    kind: str = "baton"
+    vllm: dict[str, object] = field(default_factory=dict)
     device: str = "auto"
     block_size: int | None = None
     kv_cache_memory_bytes: int | None = None

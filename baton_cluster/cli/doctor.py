@@ -43,6 +43,7 @@ from baton_cluster.launch.runtime_dir import (
     parent_dir,
     running_clusters,
 )
+from baton_vllm.settings import installed_version, missing
 from kv_transfer.backends.registry import BACKENDS
 from kv_transfer.memory.shared_region import available_bytes
 
@@ -200,6 +201,13 @@ def check_packages() -> Finding:
     return _ok("packages", ", ".join(found))
 
 
+def check_engines() -> Finding:
+    """Which engines `engine.kind` can name here; of vLLM only the metadata is read."""
+    why = missing()
+    vllm = f"vllm {installed_version()}" if why is None else f"not vllm: {why}"
+    return _ok("engines", f"baton; {vllm}")
+
+
 def check_shared_memory() -> Finding:
     """The `shm` transport: memory without a name, its descriptor sent over a Unix socket."""
     try:
@@ -355,6 +363,7 @@ def all_checks(host: str, port: int) -> list[Callable[[], Finding]]:
         check_memory,
         check_gpus,
         check_packages,
+        check_engines,
         check_compiled_code,
         check_shared_memory,
         check_network_transports,

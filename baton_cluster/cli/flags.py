@@ -8,6 +8,7 @@ from baton.config.rules import (
     DEVICES,
     DIRECTORIES,
     DTYPES,
+    ENGINES,
     EVICTIONS,
     KV_DTYPES,
     LOG_FORMATS,
@@ -112,6 +113,7 @@ FLAGS: tuple[Flag, ...] = (
         path="engine.max_num_batched_tokens",
         help="token budget of one step",
     ),
+    _flag("--engine", path="engine.kind", help="|".join(ENGINES), metavar="NAME"),
     _flag("--device", path="engine.device", help="|".join(DEVICES), metavar="NAME"),
     _flag("--block-size", path="engine.block_size", help="tokens per KV page (power of two)"),
     _flag(

@@ -1,0 +1,155 @@
+"""vLLM's `EngineCore` in this process, as a `CorePort`. The only module, with `baton_vllm.build`, that needs vLLM to be imported.
+
+Its loop is that of vLLM's own `InprocClient` (v1/engine/core_client.py).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSampling
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import FinishReason as VllmFinish
+from vllm.v1.engine.core import EngineCore
+
+from baton.errors import InvalidRequestError
+from baton.generation import FinishReason, TokenLogprobs
+from baton_vllm.block_events import BlockNames
+from baton_vllm.ports import CoreLoad, CoreOutput, Scheduled
+from baton_vllm.requests import CoreRequest
+
+_FINISH = {
+    VllmFinish.STOP: FinishReason.STOP,
+    VllmFinish.REPETITION: FinishReason.STOP,
+    VllmFinish.LENGTH: FinishReason.LENGTH,
+    VllmFinish.ABORT: FinishReason.ABORT,
+}
+
+
+class ToldScheduler(Scheduler):
+    """vLLM's scheduler, which says what it has put into a step before the model runs."""
+
+    told: Callable[[Scheduled], None] | None = None
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:  # vLLM's own signature
+        """As vLLM's."""
+        output = super().schedule(*args, **kwargs)
+        if self.told is not None:
+            new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+            before = [each.num_computed_tokens for each in new] + list(cached.num_computed_tokens)
+            self.told(
+                Scheduled(
+                    started=tuple((each.req_id, each.num_computed_tokens) for each in new),
+                    resumed=len(cached.resumed_req_ids),
+                    num_sequences=len(output.num_scheduled_tokens),
+                    num_tokens=output.total_num_scheduled_tokens,
+                    context_tokens=sum(before),
+                )
+            )
+        return output
+
+
+class VllmCore:
+    """A `CorePort` over vLLM's own core.
+
+    Args:
+        core: vLLM's; its scheduler is a `ToldScheduler`.
+        eos_ids: The model's end-of-sequence ids.
+    """
+
+    def __init__(self, core: EngineCore, eos_ids: Sequence[int]) -> None:
+        self._core = core
+        self._generation = {"eos_token_id": list(eos_ids)} if eos_ids else {}
+
+    def tell_blocks(self, names: BlockNames) -> None:
+        """Gives the events of the prefix cache to `names` from now on."""
+        self._core.scheduler.kv_event_publisher = names
+
+    def add(self, request: CoreRequest) -> None:
+        """See CorePort."""
+        config = self._core.vllm_config
+        try:
+            params = VllmSampling(**request.params, output_kind=RequestOutputKind.DELTA)
+            params.update_from_generation_config(self._generation, None)
+            params._bad_words_token_ids = [list(word) for word in request.bad_words] or None
+            params.verify(config.model_config, None, config.structured_outputs_config, None)
+            made, wave = self._core.preprocess_add_request(
+                EngineCoreRequest(
+                    request_id=request.request_id,
+                    prompt_token_ids=request.tokens,
+                    mm_features=None,
+                    sampling_params=params,
+                    pooling_params=None,
+                    arrival_time=time.time(),
+                    lora_request=None,
+                    cache_salt=request.salt,
+                    data_parallel_rank=None,
+                    priority=request.priority,
+                )
+            )
+        except (ValueError, TypeError) as error:
+            raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
+        self._core.add_request(made, wave)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """See CorePort."""
+        if request_ids:
+            self._core.abort_requests(list(request_ids))
+
+    def has_work(self) -> bool:
+        """See CorePort."""
+        return bool(self._core.scheduler.has_requests())
+
+    def step(self, scheduled: Callable[[Scheduled], None]) -> Sequence[CoreOutput]:
+        """See CorePort."""
+        self._core.scheduler.told = scheduled
+        outputs, is_executed = self._core.step_fn()
+        self._core.post_step(model_executed=is_executed)
+        return [_output(output) for client in (outputs or {}).values() for output in client.outputs]
+
+    def flush(self) -> None:
+        """See CorePort."""
+        pool = self._core.scheduler.kv_cache_manager.block_pool
+        idle = {block.block_id for block in pool.blocks if not block.ref_cnt}
+        pool.evict_blocks(idle)
+
+    def load(self) -> CoreLoad:
+        """See CorePort."""
+        scheduler = self._core.scheduler
+        running, waiting = scheduler.get_request_counts()
+        pool = scheduler.kv_cache_manager.block_pool
+        return CoreLoad(
+            running=running,
+            waiting=waiting,
+            blocks_total=pool.num_gpu_blocks - 1,  # one is vLLM's null block
+            blocks_free=pool.get_num_free_blocks(),
+        )
+
+    def close(self) -> None:
+        """See CorePort."""
+        self._core.shutdown()
+
+
+def _output(output: EngineCoreOutput) -> CoreOutput:
+    finish = output.finish_reason
+    return CoreOutput(
+        request_id=output.request_id,
+        tokens=output.new_token_ids,
+        finish=_FINISH.get(finish),
+        failed="vLLM could not go on with the request" if finish is VllmFinish.ERROR else "",
+        logprobs=[] if output.new_logprobs is None else _logprobs(output.new_logprobs),
+        prompt_logprobs=None
+        if output.new_prompt_logprobs_tensors is None
+        else tuple(_logprobs(output.new_prompt_logprobs_tensors)),
+    )
+
+
+def _logprobs(told: Any) -> list[TokenLogprobs]:
+    """Rows of vLLM's, whose first column is the token itself and whose others are the likeliest ones, in order."""
+    ids, logprobs, ranks = told[0].tolist(), told[1].tolist(), told[2].tolist()
+    return [
+        TokenLogprobs(logprob=row[0], rank=rank, top=tuple(zip(tokens[1:], row[1:], strict=True)))
+        for tokens, row, rank in zip(ids, logprobs, ranks, strict=True)
+    ]

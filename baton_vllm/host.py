@@ -1,0 +1,429 @@
+"""Hosts vLLM's core in a thread of the worker's process, behind `EnginePort`: commands in, one frame of events per step out.
+
+What goes wrong with one request ends that request. What vLLM raises from a step ends the thread: the worker then ends, and comes
+back as a new incarnation.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from baton.blocks import BlockChanges
+from baton.clock import Clock, MonotonicClock
+from baton.errors import (
+    BatonError,
+    EngineError,
+    InvariantError,
+    UnsupportedParameterError,
+)
+from baton.generation import FinishReason, Prompt, TokenLogprobs, WorkerLoad
+from baton.ids import SeqId
+from baton.story import StoryEntry, StoryLog
+from baton_engine.messages import (
+    Abort,
+    Command,
+    Failed,
+    FlushCache,
+    Generate,
+    Prefill,
+    PrefillStarted,
+    Receive,
+    Release,
+    Released,
+    SampledTokens,
+    SeqEvent,
+    Start,
+    StepEvents,
+)
+from baton_engine.scheduling.limits import EngineLimits
+from baton_vllm.ports import CoreOutput, CorePort, Scheduled
+from baton_vllm.requests import core_requests, refusal
+
+logger = logging.getLogger(__name__)
+
+Listener = Callable[[StepEvents], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One prompt that is served.
+
+    Attributes:
+        prompt: What was asked.
+        open: Samples that have not ended.
+        without_token: Samples that have not drawn yet.
+        held: Outputs that wait for the other samples' first tokens, which are told together.
+        started: Whether its prompt has been begun.
+    """
+
+    prompt: Prompt
+    open: set[int]
+    without_token: set[int]
+    held: list[tuple[int, CoreOutput]] = field(default_factory=list)
+    started: bool = False
+
+    def request_ids(self, seq_id: SeqId) -> list[str]:
+        """vLLM's names of the samples that have not ended."""
+        return [f"{seq_id}/{sample}" for sample in sorted(self.open)]
+
+
+@dataclass(slots=True, eq=False)
+class _Counts:
+    """What has been counted since the engine's start, and the last step that did nothing but decode."""
+
+    steps: int = 0
+    preemptions: int = 0
+    hit_tokens: int = 0
+    query_tokens: int = 0
+    decode: Scheduled = field(default_factory=Scheduled)
+    decode_s: float = 0.0
+
+
+class VllmEngineHost:
+    """`EnginePort` over vLLM's core, in a thread named "engine". Start it once; a closed host is not reopened.
+
+    Args:
+        core: vLLM; the engine thread's from `start` on.
+        limits: What it takes.
+        stop_ids: The model's end-of-sequence ids.
+        take_block_changes: What has changed in the blocks that its prefix cache holds.
+        clock: Monotonic.
+    """
+
+    def __init__(
+        self,
+        core: CorePort,
+        limits: EngineLimits,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        take_block_changes: Callable[[], BlockChanges | None] = lambda: None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._core = core
+        self._limits = limits
+        self._stop_ids = stop_ids
+        self._take_block_changes = take_block_changes
+        self._clock = clock or MonotonicClock()
+        self._story = StoryLog("engine")
+        self._listener: Listener = _unheard
+        self._inbox: SimpleQueue[Command | None] = SimpleQueue()
+        self._sequences: dict[SeqId, _Sequence] = {}
+        self._counts = _Counts()
+        self._is_closing = False
+        self._busy_since_s: float | None = None
+        self._failure: BaseException | None = None
+        self._cores: Sequence[int] = ()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, cores: Sequence[int] = ()) -> None:
+        """Starts the thread. Attach the listener first: an event without a listener ends it.
+
+        Args:
+            cores: That it and the threads it computes with run on; empty for any.
+        """
+        self._cores = cores
+        self._thread.start()
+
+    def submit(self, command: Command) -> None:
+        """See EnginePort."""
+        self._inbox.put(command)
+
+    def attach(self, listener: Listener) -> None:
+        """See EnginePort."""
+        self._listener = listener
+
+    def progress_s(self) -> float | None:
+        """See EnginePort."""
+        since = self._busy_since_s
+        return None if since is None else max(0.0, self._clock.now_s() - since)
+
+    def failure(self) -> BaseException | None:
+        """See EnginePort."""
+        return self._failure
+
+    def story(self, seq_id: SeqId) -> Sequence[StoryEntry]:
+        """See EnginePort."""
+        return self._story.story(seq_id)
+
+    def close(self) -> None:
+        """See EnginePort."""
+        self._inbox.put(None)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        if self._cores:
+            try:
+                os.sched_setaffinity(0, self._cores)
+            except OSError as error:
+                logger.warning("the engine runs on any core, not on %s: %s", self._cores, error)
+        try:
+            while not self._is_closing:
+                self.turn()
+            self._core.close()
+        except BaseException as error:
+            logger.critical("vLLM's core ended", exc_info=error)
+            self._failure = error
+
+    def turn(self) -> None:
+        """Takes the commands that are there, and computes one step; waits for a command where there is nothing to compute."""
+        events = self._take_commands(wait=not self._core.has_work())
+        if events:
+            self._tell(events)
+        if not self._is_closing and self._core.has_work():
+            self._step()
+
+    def _take_commands(self, *, wait: bool) -> list[SeqEvent]:
+        events: list[SeqEvent] = []
+        if wait:
+            self._busy_since_s = None
+            command = self._inbox.get()
+            self._busy_since_s = self._clock.now_s()
+            events += self._take(command)
+        while not self._is_closing:
+            try:
+                events += self._take(self._inbox.get_nowait())
+            except Empty:
+                break
+        return events
+
+    def _take(self, command: Command | None) -> list[SeqEvent]:
+        events: list[SeqEvent] = []
+        match command:
+            case None:
+                self._is_closing = True
+                return []
+            case Generate():
+                events = self._generate(command)
+            case Abort():
+                events = self._abort(command.seq_id)
+            case FlushCache():
+                self._core.flush()
+                self._tell([])
+                return []
+            case Release():
+                events = [Released(seq_id=command.seq_id)]
+            case Prefill() | Receive() | Start():
+                error = UnsupportedParameterError("the engine vllm does not hand KV off yet")
+                events = [Failed(seq_id=command.seq_id, error=error)]
+        self._story.record(command.seq_id, self._clock.now_s(), command, events)
+        return events
+
+    def _generate(self, command: Generate) -> list[SeqEvent]:
+        seq_id, prompt = command.seq_id, command.prompt
+        refused: BatonError | None = self._limits.refusal(prompt, decodes_here=True)
+        refused = refused or refusal(prompt, self._stop_ids)
+        if refused is not None:
+            return [Failed(seq_id=seq_id, error=refused)]
+        added: list[str] = []
+        for request in core_requests(seq_id, prompt):
+            try:
+                self._core.add(request)
+            except BatonError as error:
+                self._core.abort(added)
+                return [Failed(seq_id=seq_id, error=error)]
+            added.append(request.request_id)
+        self._sequences[seq_id] = _Sequence(
+            prompt=prompt, open=set(prompt.samples), without_token=set(prompt.samples)
+        )
+        return []
+
+    def _abort(self, seq_id: SeqId) -> list[SeqEvent]:
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is None:
+            return []
+        self._core.abort(sequence.request_ids(seq_id))
+        return [Released(seq_id=seq_id)]
+
+    def _step(self) -> None:
+        begun_s = self._busy_since_s = self._clock.now_s()
+        under_way = Scheduled()
+
+        def scheduled(what: Scheduled) -> None:
+            nonlocal under_way
+            under_way = what
+            if started := self._started(what):
+                self._tell(started)
+
+        outputs = self._core.step(scheduled)
+        self._busy_since_s = now_s = self._clock.now_s()
+        counts = self._counts
+        counts.steps += 1
+        if under_way.num_tokens and under_way.num_tokens == under_way.num_sequences:
+            counts.decode, counts.decode_s = under_way, now_s - begun_s
+        events, columns = self._sort(outputs, now_s)
+        self._tell(events, columns)
+
+    def _started(self, what: Scheduled) -> list[SeqEvent]:
+        self._counts.preemptions += what.resumed
+        events: list[SeqEvent] = []
+        for request_id, cached_tokens in what.started:
+            seq_id, _ = _split(request_id)
+            sequence = self._sequences.get(seq_id)
+            if sequence is None:
+                continue
+            num_tokens = sequence.prompt.num_tokens
+            self._counts.query_tokens += num_tokens
+            self._counts.hit_tokens += cached_tokens
+            if sequence.started:
+                continue
+            sequence.started = True
+            events.append(
+                PrefillStarted(
+                    seq_id=seq_id,
+                    num_blocks=self._limits.num_blocks_for(num_tokens),
+                    cached_tokens=cached_tokens,
+                )
+            )
+        return events
+
+    def _sort(
+        self, outputs: Sequence[CoreOutput], now_s: float
+    ) -> tuple[list[SeqEvent], "_Columns"]:
+        """The step's outputs as events and columns; forgets the sequences that end."""
+        events: list[SeqEvent] = []
+        columns = _Columns()
+        for output in outputs:
+            seq_id, sample = _split(output.request_id)
+            sequence = self._sequences.get(seq_id)
+            if sequence is None:
+                continue  # another sample of it failed in this step
+            if output.failed:
+                sequence.open.discard(sample)
+                self._abort(seq_id)
+                failed = Failed(seq_id=seq_id, error=EngineError(output.failed))
+                self._story.record(seq_id, now_s, failed)
+                events.append(failed)
+                columns.drop(seq_id)
+                continue
+            if output.finish is not None:
+                sequence.open.discard(sample)
+            sequence.without_token.discard(sample)
+            sequence.held.append((sample, output))
+            if sequence.without_token:
+                continue
+            for held_sample, held in sequence.held:
+                columns.add(
+                    seq_id, held_sample, held, prompt_len=len(sequence.prompt.prompt_tokens)
+                )
+            sequence.held.clear()
+            if not sequence.open:
+                del self._sequences[seq_id]
+                self._story.record(seq_id, now_s, "ended")
+        return events, columns
+
+    def _tell(self, events: list[SeqEvent], columns: "_Columns | None" = None) -> None:
+        """Several frames only where samples drew more than one token: those that had waited for the others' first."""
+        rounds: list[SampledTokens | None] = [] if columns is None else [*columns.rounds()]
+        for index, sampled in enumerate(rounds or [None]):
+            self._listener(
+                StepEvents(
+                    step=self._counts.steps,
+                    events=tuple(events) if index == 0 else (),
+                    sampled=sampled,
+                    load=self._load(),
+                    blocks=self._take_block_changes(),
+                )
+            )
+
+    def _load(self) -> WorkerLoad:
+        core, counts = self._core.load(), self._counts
+        return WorkerLoad(
+            running=core.running,
+            waiting=core.waiting,
+            blocks_total=core.blocks_total,
+            blocks_free=core.blocks_free,
+            blocks_used=core.blocks_total - core.blocks_free,
+            steps=counts.steps,
+            preemptions=counts.preemptions,
+            prefix_hit_tokens=counts.hit_tokens,
+            prefix_query_tokens=counts.query_tokens,
+            prefill_tokens_pending=sum(
+                sequence.prompt.num_tokens
+                for sequence in self._sequences.values()
+                if sequence.without_token
+            ),
+            step_s=counts.decode_s,
+            step_sequences=counts.decode.num_sequences,
+            step_context_tokens=counts.decode.context_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    """One token, as columns want it."""
+
+    seq_id: SeqId
+    sample: int
+    token: int
+    finish: FinishReason | None
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
+
+
+class _Columns:
+    """Collects the tokens of one step; at most one token of a sample goes into one frame."""
+
+    def __init__(self) -> None:
+        self._drawn: list[_Drawn] = []
+
+    def add(self, seq_id: SeqId, sample: int, output: CoreOutput, *, prompt_len: int) -> None:
+        """Takes what `sample` drew. A prompt's logprobs end with the prompt, also where an output was resumed."""
+        told = output.prompt_logprobs
+        last = len(output.tokens) - 1
+        for place, token in enumerate(output.tokens):
+            self._drawn.append(
+                _Drawn(
+                    seq_id=seq_id,
+                    sample=sample,
+                    token=token,
+                    finish=output.finish if place == last else None,
+                    logprobs=output.logprobs[place] if output.logprobs else None,
+                    prompt_logprobs=None
+                    if told is None or place
+                    else told[: max(0, prompt_len - 1)],
+                )
+            )
+
+    def drop(self, seq_id: SeqId) -> None:
+        """A sequence has failed: its tokens of this step are not told."""
+        self._drawn = [drawn for drawn in self._drawn if drawn.seq_id != seq_id]
+
+    def rounds(self) -> list[SampledTokens]:
+        """The tokens, frame by frame."""
+        rounds: list[list[_Drawn]] = []
+        seen: dict[tuple[SeqId, int], int] = {}
+        for drawn in self._drawn:
+            place = seen.get((drawn.seq_id, drawn.sample), 0)
+            seen[drawn.seq_id, drawn.sample] = place + 1
+            if place == len(rounds):
+                rounds.append([])
+            rounds[place].append(drawn)
+        return [_sampled(drawn) for drawn in rounds]
+
+
+def _sampled(drawn: Sequence[_Drawn]) -> SampledTokens:
+    return SampledTokens(
+        seq_ids=[each.seq_id for each in drawn],
+        samples=[each.sample for each in drawn],
+        tokens=[each.token for each in drawn],
+        finish_reasons=[each.finish for each in drawn],
+        logprobs={
+            place: each.logprobs for place, each in enumerate(drawn) if each.logprobs is not None
+        },
+        prompt_logprobs={
+            each.seq_id: each.prompt_logprobs for each in drawn if each.prompt_logprobs is not None
+        },
+    )
+
+
+def _split(request_id: str) -> tuple[SeqId, int]:
+    seq_id, _, sample = request_id.rpartition("/")
+    return SeqId(seq_id), int(sample)
+
+
+def _unheard(told: StepEvents) -> None:
+    raise InvariantError(f"events of step {told.step} have no listener")

@@ -1,0 +1,86 @@
+"""vLLM's events under Baton's keys. The events are vLLM's in name and fields."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from baton.hashing import chain_keys, root_key
+from baton.ids import LayerName
+from baton.layout import KvLayout
+from baton_vllm.block_events import BlockNames
+
+SECRET = bytes(32)
+LAYOUT = KvLayout(
+    model_fingerprint="m",
+    dtype="float32",
+    block_tokens=2,
+    num_kv_heads=1,
+    head_dim=8,
+    layers=(LayerName("0"),),
+)
+
+
+@dataclass
+class BlockStored:
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int = 2
+    extra_keys: list[tuple[str, ...] | None] | None = None
+    group_idx: int = 0
+
+
+@dataclass
+class BlockRemoved:
+    block_hashes: list[int]
+    group_idx: int = 0
+
+
+@dataclass
+class AllBlocksCleared:
+    pass
+
+
+def keys(tokens: list[int], scope: str = ""):
+    return tuple(chain_keys(SECRET, root_key(SECRET, scope=scope, layout=LAYOUT), tokens, 2))
+
+
+def test_a_text_has_the_names_that_the_router_gives_it():
+    names = BlockNames(SECRET, LAYOUT)
+    stored = BlockStored([10, 11], None, [1, 2, 3, 4], extra_keys=[("tenant",), None])
+    names.publish(SimpleNamespace(events=[stored, BlockStored([12], 11, [5, 6])]))
+    changes = names.take()
+    assert changes is not None
+    assert changes.stored == keys([1, 2, 3, 4, 5, 6], "tenant")
+    assert names.take() is None
+
+
+def test_tenants_have_names_of_their_own():
+    assert keys([1, 2], "a") != keys([1, 2], "b")
+
+
+def test_a_block_that_two_pages_hold_goes_with_the_second():
+    names = BlockNames(SECRET, LAYOUT)
+    names.add([BlockStored([10], None, [1, 2]), BlockStored([10], None, [1, 2])])
+    names.take()
+    names.add([BlockRemoved([10])])
+    assert names.take() is None
+    names.add([BlockRemoved([10])])
+    changes = names.take()
+    assert changes is not None
+    assert changes.removed == keys([1, 2])
+
+
+def test_what_stands_behind_an_unknown_block_is_not_told():
+    names = BlockNames(SECRET, LAYOUT)
+    names.add([BlockStored([11], 10, [3, 4]), BlockRemoved([11])])
+    assert names.take() is None
+
+
+def test_a_flush_removes_all_last_block_first():
+    names = BlockNames(SECRET, LAYOUT)
+    names.add([BlockStored([10, 11], None, [1, 2, 3, 4])])
+    names.take()
+    names.add([AllBlocksCleared()])
+    changes = names.take()
+    assert changes is not None
+    assert changes.removed == tuple(reversed(keys([1, 2, 3, 4])))

@@ -1,0 +1,79 @@
+"""What becomes of a request's fields."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from baton.generation import Prompt, SamplingParams, SloTargets
+from baton.ids import SeqId
+from baton.tokens import PackedTokens
+from baton_vllm.requests import PROMPT, SAMPLING, Treatment, core_requests, refusal
+
+SEQ = SeqId("a/b")
+
+
+def prompt_of(**sampling: object) -> Prompt:
+    return Prompt(prompt_tokens=(1, 2, 3), sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
+
+
+def test_every_field_of_a_request_has_its_row():
+    assert set(SAMPLING) == {each.name for each in fields(SamplingParams)}
+    assert set(PROMPT) == {each.name for each in fields(Prompt)}
+
+
+def test_a_field_is_handed_on_under_its_own_name():
+    passed = {name for name, how in SAMPLING.items() if how is Treatment.PASSED}
+    (request,) = core_requests(SEQ, prompt_of(temperature=0.5, top_k=7, logprobs=3))
+    assert passed <= set(request.params)
+    assert request.params["temperature"] == 0.5
+    assert request.params["top_k"] == 7
+    assert request.params["logprobs"] == 3
+
+
+def test_samples_are_requests_with_seeds_of_their_own_and_one_asks_for_the_prompts_logprobs():
+    prompt = replace(prompt_of(seed=9, prompt_logprobs=2), samples=(0, 1, 2))
+    requests = core_requests(SEQ, prompt)
+    assert [each.request_id for each in requests] == ["a/b/0", "a/b/1", "a/b/2"]
+    assert len({each.params["seed"] for each in requests}) == 3
+    assert requests[0].params["seed"] == 9
+    assert [each.params["prompt_logprobs"] for each in requests] == [2, None, None]
+
+
+def test_a_resumed_stream_is_prompt_and_output_and_what_is_left():
+    prompt = replace(prompt_of(max_tokens=8, min_tokens=1, seed=9), output_tokens=(4, 5))
+    (request,) = core_requests(SEQ, prompt)
+    assert request.tokens == [1, 2, 3, 4, 5]
+    assert request.params["max_tokens"] == 6
+    assert request.params["min_tokens"] == 0
+    assert request.params["seed"] != 9
+
+
+def test_scope_and_priority_become_salt_and_order():
+    prompt = replace(prompt_of(), cache_scope="tenant", slo=SloTargets(priority=2))
+    (request,) = core_requests(SEQ, prompt)
+    assert (request.salt, request.priority) == ("tenant", -2)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "output", "param"),
+    [
+        ({"grammar": "start: /a/"}, (), "grammar"),
+        ({"presence_penalty": 0.5}, (4,), "presence_penalty"),
+        ({"frequency_penalty": 0.5}, (4,), "frequency_penalty"),
+        ({"bad_words": ((1, 2),)}, (4,), "bad_words"),
+        ({"bad_words": ((1,),), "allowed_token_ids": PackedTokens.of([1, 2])}, (), "bad_words"),
+        ({"min_tokens": 2, "allowed_token_ids": PackedTokens.of([7])}, (), "min_tokens"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_name(sampling, output, param):
+    refused = refusal(replace(prompt_of(**sampling), output_tokens=output), frozenset({7}))
+    assert refused is not None
+    assert refused.param == param
+
+
+def test_an_unknown_field_is_refused_only_where_it_asks_for_something(monkeypatch):
+    monkeypatch.delitem(SAMPLING, "min_p")
+    assert refusal(prompt_of(), frozenset()) is None
+    refused = refusal(prompt_of(min_p=0.1), frozenset())
+    assert refused is not None
+    assert refused.param == "min_p"

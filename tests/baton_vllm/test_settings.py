@@ -1,0 +1,79 @@
+"""What is refused before vLLM is imported, and by which name."""
+
+from importlib import metadata
+
+import pytest
+
+from baton.config.load import load
+from baton.config.setting import Setting
+from baton.errors import ConfigError
+from baton_vllm import settings
+
+KNOWN = ["max_logprobs", "attention_backend", "_api_process_count", *settings.DECIDED]
+
+
+def config_of(**given: object):
+    flags = [
+        Setting(path=path.replace("__", "."), value=value, source=path)
+        for path, value in given.items()
+    ]
+    return load(flags=flags)
+
+
+def test_a_setting_of_vllms_is_taken_by_its_own_name():
+    settings.check_settings({"max_logprobs": 5}, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("max_logprob", "did you mean max_logprobs"),
+        ("_api_process_count", "no such setting"),
+        ("model", "is given by model.model"),
+        ("kv_transfer_config", "is decided by Baton"),
+        ("tensor_parallel_size", "not supported with Baton yet"),
+    ],
+)
+def test_a_setting_that_is_not_the_operators_is_refused_by_its_name(name, says):
+    with pytest.raises(ConfigError, match=says) as refused:
+        settings.check_settings({name: 1}, KNOWN)
+    assert refused.value.param == f"engine.vllm.{name}"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"engine__deterministic": True}, "engine.deterministic is of the engine baton"),
+        ({"model__quantization": "int8"}, "engine.vllm.quantization"),
+        ({"pool__enabled": True}, "pool.enabled"),
+        ({"cluster__hybrid_workers": 0, "cluster__prefill_workers": 1}, "hybrid workers only"),
+    ],
+)
+def test_what_vllm_cannot_do_here_is_refused_when_the_configuration_is_read(given, says):
+    with pytest.raises(ConfigError, match=says):
+        config_of(**{"engine__kind": "vllm", "cluster__hybrid_workers": 1} | given)
+
+
+def test_vllms_settings_need_vllm():
+    with pytest.raises(ConfigError, match=r"needs engine\.kind vllm"):
+        config_of(engine__vllm={"max_logprobs": 5})
+
+
+def test_its_settings_reach_the_configuration_of_a_worker():
+    config = config_of(
+        engine__kind="vllm", cluster__hybrid_workers=1, engine__vllm={"max_logprobs": 5}
+    )
+    assert config.engine.vllm == {"max_logprobs": 5}
+
+
+def test_without_vllm_it_is_said_what_to_install(monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    assert "not installed" in (settings.missing() or "")
+
+
+def test_another_version_is_refused(monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda name: "0.33.1")
+    assert "vLLM 0.33.1 is installed, Baton runs 0.32" in (settings.missing() or "")
