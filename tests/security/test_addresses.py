@@ -13,12 +13,15 @@ ASKED: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
     "/v1/messages": {"messages": SAID, "max_tokens": 9},
 }
-HOSTILE: dict[str, Any] = {
+REFUSED: dict[str, Any] = {
     "request_id": "mine",
+    "kv_transfer_params": {"remote_host": "10.0.0.1", "remote_port": 1, "do_remote_prefill": True},
+}
+"""vLLM's own: refused by name."""
+HOSTILE: dict[str, Any] = {
     "xfer_id": "00000000-0000-0000-0000-000000000000",
     "permit": "AAAA",
     "transfer_address": "10.0.0.1:1",
-    "kv_transfer_params": {"remote_host": "10.0.0.1", "remote_port": 1, "do_remote_prefill": True},
     "bootstrap_host": "10.0.0.1",
     "bootstrap_room": 7,
     "disagg_prefill_resp": {},
@@ -45,6 +48,10 @@ async def test_what_looks_like_routing_reaches_no_job(route: str):
         one = await served.http.post(route, json=plain)
         other = await served.http.post(route, json=plain | HOSTILE, headers=HEADERS)
         assert (one.status_code, other.status_code) == (200, 200)
+        for name, value in REFUSED.items():
+            refused = await served.http.post(route, json=plain | {name: value})
+            assert refused.status_code == 400
+            assert name in refused.text
         calm, attacked = served.generator.requests
         assert calm.prompt == attacked.prompt
         assert (calm.tenant, calm.session) == (attacked.tenant, attacked.session)
