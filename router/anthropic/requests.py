@@ -73,7 +73,7 @@ class Thinking(BodyObject):
     type: Literal["disabled", "enabled", "adaptive"]
 
 
-class SchemaFormat(BodyObject):
+class OutputSchema(BodyObject):
     """An answer that follows a JSON schema."""
 
     type: Literal["json_schema"]
@@ -84,7 +84,7 @@ class OutputConfig(BodyObject):
     """How much effort an answer is worth, and the form that it is to have."""
 
     effort: Name | None = None
-    format: SchemaFormat | None = None
+    format: OutputSchema | None = None
 
 
 class RequestMetadata(BodyObject):
@@ -145,7 +145,7 @@ class MessagesRequest(ConversationBody, SamplingBody):
     stop: None = None
     stop_sequences: StopStrings | None = None
     metadata: RequestMetadata | None = None  # type: ignore[assignment]  # the protocols differ
-    output_format: SchemaFormat | None = None
+    output_format: OutputSchema | None = None
 
     @property
     def form_asked(self) -> AnswerForm | None:

@@ -162,10 +162,20 @@ def _check(schema: Mapping[str, JsonValue], path: str, param: str) -> None:
     reference = schema.get("$ref")
     if isinstance(reference, str) and "://" in reference:
         raise _unsupported(f"{path}.$ref", "no schema is fetched from elsewhere", param)
+    if _asks_for_more_fields(schema):
+        why = "no answer can be held to more fields than are required: one may come twice"
+        raise _unsupported(f"{path}.minProperties", why, param)
     types = schema.get("type", [])
     for name in types if isinstance(types, list) else [types]:
         if name not in _TYPES:
             raise InvalidRequestError(f"{path}.type: there is no type {name!r:.100}.", param=param)
+
+
+def _asks_for_more_fields(schema: Mapping[str, JsonValue]) -> bool:
+    fewest, required = schema.get("minProperties", 0), schema.get("required", [])
+    assert isinstance(fewest, int | float)  # both were checked by kind
+    assert isinstance(required, list)
+    return fewest > len(set(map(str, required)))
 
 
 def _inner(schema: Mapping[str, JsonValue]) -> Iterator[tuple[str, JsonValue]]:

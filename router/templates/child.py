@@ -30,7 +30,7 @@ class ChildEndedError(Exception):
         self.by_signal = by_signal
 
 
-class ChildProcess:
+class AskedProcess:
     """One child, ready to be asked. All of it blocks; one thread at a time may use it.
 
     Args:

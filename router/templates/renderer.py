@@ -19,7 +19,7 @@ import msgspec
 from baton.errors import ConfigError, InvalidRequestError
 from baton.telemetry.logs import get_logger
 from router.templates import sandbox
-from router.templates.child import ChildEndedError, ChildProcess
+from router.templates.child import AskedProcess, ChildEndedError
 
 ChatMessage = Mapping[str, str]
 """What a template sees of one message: `role`, `content` and, where given, `name` and `tool_call_id`."""
@@ -116,7 +116,7 @@ class TemplateRenderer:
         self._max_reply_bytes = 4 * max_chars + _MAX_REASON_BYTES
         self._settings = json.dumps(settings).encode()
         self._lock = threading.Lock()
-        self._idle: list[ChildProcess] = []
+        self._idle: list[AskedProcess] = []
         self._closed = False
 
     def render(self, conversation: Conversation) -> str:
@@ -159,12 +159,12 @@ class TemplateRenderer:
         for child in idle:
             child.end()
 
-    def _take(self) -> ChildProcess:
+    def _take(self) -> AskedProcess:
         while True:
             with self._lock:
                 child = self._idle.pop() if self._idle else None
             if child is None:
-                return ChildProcess(
+                return AskedProcess(
                     sandbox.__file__,
                     self._settings,
                     purpose="render chat templates",
@@ -174,7 +174,7 @@ class TemplateRenderer:
                 return child
             child.end()
 
-    def _give_back(self, child: ChildProcess) -> None:
+    def _give_back(self, child: AskedProcess) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(child)

@@ -14,7 +14,7 @@ import tokenizers
 from baton.errors import InvalidRequestError
 from baton.telemetry.logs import get_logger
 from baton.tokens import PackedTokens
-from router.templates.child import ChildEndedError, ChildProcess
+from router.templates.child import AskedProcess, ChildEndedError
 from router.text import encoding_child
 
 LONG_TEXT = 256 * 1024
@@ -48,7 +48,7 @@ class LongTextEncoder:
         self._memory_bytes = memory_bytes
         self._settings = memory_bytes.to_bytes(8, "little") + backend.to_str().encode()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long texts")
-        self._child: ChildProcess | None = None
+        self._child: AskedProcess | None = None
 
     async def encode(self, text: str, *, add_special_tokens: bool, param: str) -> PackedTokens:
         """Token ids of `text`, which came in the field `param`.
@@ -70,7 +70,7 @@ class LongTextEncoder:
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> PackedTokens:
         if self._child is None or not self._child.alive():
             self._end_child()
-            self._child = ChildProcess(
+            self._child = AskedProcess(
                 encoding_child.__file__,
                 self._settings,
                 purpose="encode long texts",

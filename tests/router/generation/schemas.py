@@ -70,7 +70,13 @@ SCHEMAS: dict[str, JsonValue] = {
         "additionalProperties": False,
         "maxProperties": 3,
     },
-    "at least two": {"type": "object", "minProperties": 2, "additionalProperties": {"const": 0}},
+    "at least two": {
+        "type": "object",
+        "properties": {name: {"const": 0} for name in "abc"},
+        "required": ["a", "b", "c"],
+        "minProperties": 2,
+        "additionalProperties": False,
+    },
     "required and unnamed": {
         "type": "object",
         "required": ["z"],
@@ -90,6 +96,11 @@ REFUSED: dict[str, tuple[JsonValue, str]] = {
     "dependentRequired": ({"dependentRequired": {"a": ["b"]}}, ".dependentRequired"),
     "dependentSchemas": ({"dependentSchemas": {}}, ".dependentSchemas"),
     "unevaluatedProperties": ({"unevaluatedProperties": False}, ".unevaluatedProperties"),
+    "minProperties": ({"minProperties": 2, "additionalProperties": {}}, ".minProperties"),
+    "minProperties beyond what is required": (
+        {"required": ["a"], "properties": {"a": {}, "b": {}}, "minProperties": 2},
+        ".minProperties",
+    ),
     "contentEncoding": ({"contentEncoding": "base64"}, ".contentEncoding"),
     "$dynamicRef": ({"$dynamicRef": "#x"}, ".$dynamicRef"),
     "nullable": ({"type": "string", "nullable": True}, ".nullable"),
