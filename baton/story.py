@@ -1,4 +1,4 @@
-"""What a pure core has done lately: a bounded log of its events and actions, told by request, transfer or block.
+"""What a pure core has done lately: a bounded log of its events and actions, told by request, transfer, block, worker or tenant.
 
 Each core keeps one `StoryLog`. It answers `story(id)`, an `InvariantError` carries what it says, and `baton explain --story`
 shows it. Entries are short texts, made when they are logged: a log that kept the events themselves would keep the prompts

@@ -135,8 +135,6 @@ class ClusterGenerator:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """See `router.ports.Generator`."""
-        if self._hasher is not None:
-            request = replace(request, chains=await self._hasher.chains(request.prompt))
         if self._draining:
             raise DrainingError("the router is stopping")
         if request.request_id in self._inboxes:
@@ -145,6 +143,8 @@ class ClusterGenerator:
         inbox = self._inboxes.open(request.request_id)
         self._idle.clear()
         try:
+            if self._hasher is not None and (chains := await self._hasher.chains(request.prompt)):
+                request = replace(request, chains=chains)
             self._admission.offer(request)
             self._admit()
             while True:

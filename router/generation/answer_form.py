@@ -1,13 +1,15 @@
 """The form that a client wants an answer in, out of the fields of all APIs that say so, and the grammar that it makes."""
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from llguidance import LLMatcher, StructTag
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError, model_validator
+from pydantic_core import from_json
 
 from baton.errors import InvalidRequestError
 from router.http.fields import BodyObject, JsonObject, only, refusal, unsupported
@@ -16,6 +18,8 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between the parts of JSON, at most: a model that does nothing but break lines comes to an end of them."""
 _JSON_OPTIONS: dict[str, JsonValue] = {"whitespace_pattern": WHITESPACE}
 MAX_CHOICES = 1024
+MAX_GBNF_CHARACTERS = 8192
+"""It is translated in Python, in time that grows with the square: 8 Ki characters take a tenth of a second."""
 
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 Choices = Annotated[
@@ -131,7 +135,7 @@ def grammar_of(form: AnswerForm, special_tokens: Iterable[str]) -> Grammar:
 
     Args:
         form: The form.
-        special_tokens: Texts of the model's special tokens: a trigger that is one of them is that token.
+        special_tokens: Texts of the model's special tokens: triggers that are all of them are those tokens.
 
     Raises:
         InvalidRequestError: Its text is not JSON where it must be.
@@ -160,14 +164,20 @@ def grammar_of(form: AnswerForm, special_tokens: Iterable[str]) -> Grammar:
 
 
 def _from_json(text: str, param: str) -> JsonValue:
+    """As strictly as bodies are read: no half surrogates, no NaN."""
     try:
-        found: JsonValue = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        found: JsonValue = from_json(text, allow_inf_nan=False)
+    except ValueError as error:
         raise InvalidRequestError(f"{param}: not JSON: {error}", param=param) from error
     return found
 
 
 def _lark(text: str, param: str) -> str:
+    if len(text) > MAX_GBNF_CHARACTERS and not is_lark_syntax(text):
+        raise InvalidRequestError(
+            f"{param}: a grammar in GBNF's notation has at most {MAX_GBNF_CHARACTERS} characters; in Lark's it may be longer.",
+            param=param,
+        )
     try:
         return any_to_lark(text)
     except Exception as error:  # the converter raises bare `Exception` too
@@ -178,15 +188,17 @@ def _schemas_in(lark: str, param: str) -> Iterable[tuple[str, JsonValue]]:
     """The JSON schemas that a grammar embeds after `%json`."""
     decoder = json.JSONDecoder()
     for number, rest in enumerate(lark.split("%json")[1:], 1):
-        if not rest.lstrip().startswith("{"):
+        embedded = rest.lstrip()
+        if not embedded.startswith("{"):
             continue
         try:
-            schema, _ = decoder.raw_decode(rest.lstrip())
+            _, end = decoder.raw_decode(embedded)
         except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"{param}: %json {number}: {error}", param=param) from error
-        yield f"{param}.%json {number}", schema
+        yield f"{param}.%json {number}", _from_json(embedded[:end], param)
 
 
+_SPECIAL = re.compile(r"<[^<>\s]+>")
 _TAG = TypeAdapter(StructuralTag)
 
 
@@ -212,5 +224,11 @@ def _tag_grammar(tag: StructuralTag, param: str, special_tokens: set[str]) -> Gr
         tags.append(
             StructTag(trigger=trigger, begin=structure.begin, grammar=grammar, end=structure.end)
         )
-    text = StructTag.to_grammar(tags, assume_special=set(triggers) <= special_tokens)
+    special = special_tokens.intersection(triggers)
+    if special and not all(t in special and _SPECIAL.fullmatch(t) for t in triggers):
+        raise InvalidRequestError(
+            f"{param}.triggers: where one is a special token of the model, all have to be, written <...>.",
+            param=param,
+        )
+    text = StructTag.to_grammar(tags, assume_special=bool(special))
     return Grammar(text=LLMatcher.grammar_from_lark(text), schemas=tuple(schemas), param=param)

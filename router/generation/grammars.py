@@ -3,6 +3,7 @@ refused here, with the path of the fault.
 """
 
 import asyncio
+import json
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,6 @@ from router.generation.answer_form import AnswerForm, Grammar, StructuralTag, gr
 from router.generation.json_schema import SchemaPart, checked_parts
 
 _MAX_PATTERNS_LOOKED_AT = 64
-_KEPT_PER_COMPILED = 8
-"""A checked grammar is remembered by its digest alone, so that more of them are than workers keep compiled."""
 
 
 class GrammarChecker:
@@ -38,7 +37,9 @@ class GrammarChecker:
         self._config = config
         self._limits = parser_limits(config)
         self._special = frozenset(special_tokens)
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._known: OrderedDict[bytes, str] = (
+            OrderedDict()
+        )  # texts of checked grammars, by their form's digest
         self._checking: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="grammar")
         self._outcomes = Metric(
@@ -74,12 +75,11 @@ class GrammarChecker:
                 f"{form.param}: longer than {max_bytes} characters (grammar.max_bytes).",
                 param=form.param,
             )
-        grammar = grammar_of(form, self._special)
-        digest = blake2b(grammar.text.encode(), digest_size=16).digest()
-        if digest in self._known:
+        digest = _digest(form)
+        if (text := self._known.get(digest)) is not None:
             self._known.move_to_end(digest)
             self._outcomes.labels("known").inc()
-            return grammar.text
+            return text
         if self._checking[tenant_id] >= self._config.max_compiling_per_tenant:
             raise OverloadedError(
                 "Too many grammars of yours are being checked.",
@@ -89,15 +89,21 @@ class GrammarChecker:
             )
         self._checking[tenant_id] += 1
         try:
-            await asyncio.get_running_loop().run_in_executor(self._pool, self._check, grammar)
+            loop = asyncio.get_running_loop()
+            text = await loop.run_in_executor(self._pool, self._made, form)
         finally:
             self._checking[tenant_id] -= 1
             if not self._checking[tenant_id]:
                 del self._checking[tenant_id]
-        self._known[digest] = None
-        if len(self._known) > _KEPT_PER_COMPILED * self._config.max_compiled:
+        self._known[digest] = text
+        if len(self._known) > self._config.max_compiled:
             self._known.popitem(last=False)
         self._outcomes.labels("checked").inc()
+        return text
+
+    def _made(self, form: AnswerForm) -> str:
+        grammar = grammar_of(form, self._special)
+        self._check(grammar)
         return grammar.text
 
     def _check(self, grammar: Grammar) -> None:
@@ -110,6 +116,11 @@ class GrammarChecker:
         if fault and not fault.startswith("WARNING"):
             path = _faulty_pattern(parts) or grammar.param
             raise InvalidRequestError(f"{path}: {reason_of(fault)}", param=grammar.param)
+
+
+def _digest(form: AnswerForm) -> bytes:
+    value = form.value.model_dump() if isinstance(form.value, StructuralTag) else form.value
+    return blake2b(json.dumps([form.kind, value]).encode(), digest_size=16).digest()
 
 
 def _faulty_pattern(parts: list[SchemaPart]) -> str | None:

@@ -23,7 +23,9 @@ def _is_number(value: JsonValue) -> bool:
 
 
 def _is_count(value: JsonValue) -> bool:
-    return _is_number(value) and float(value) >= 0 and float(value).is_integer()  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value >= 0 and (isinstance(value, int) or value.is_integer())
 
 
 def _is_schema(value: JsonValue) -> bool:
@@ -112,7 +114,6 @@ class SchemaPart:
     """A schema within a schema."""
 
     path: str
-    depth: int
     schema: dict[str, JsonValue]
 
 
@@ -143,7 +144,7 @@ def checked_parts(
                 f"{path[:300]}: the schema has more than {max_depth} levels.", param=param
             )
         _check(found, path, param)
-        yield SchemaPart(path=path, depth=depth, schema=found)
+        yield SchemaPart(path=path, schema=found)
         inner = [(f"{path}.{place}", depth + 1, part) for place, part in _inner(found)]
         left.extend(reversed(inner))
 

@@ -89,8 +89,8 @@ class Body(BaseModel):
     @property
     def ignored(self) -> list[str]:
         """The fields that were sent and have no effect."""
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        given |= self.model_extra or {}
+        extra = self.model_extra or {}
+        given = {name: getattr(self, name) for name in self.model_fields_set - extra.keys()} | extra
         return sorted(name for name, value in given.items() if is_idle(name, value, self.api))
 
     @model_validator(mode="after")

@@ -61,11 +61,9 @@ def _about_output(
     return KnownField(obeyed=obeyed, idle={*COUNTING, *idle}, nothing=nothing, limits=limits)
 
 
-def _about_prompt(
-    obeyed: Collection[Api], *nothing: object, idle: Collection[Api] = frozenset(), limits: str = ""
-) -> KnownField:
+def _about_prompt(obeyed: Collection[Api], *nothing: object, limits: str = "") -> KnownField:
     """A field that changes the prompt: never left out in silence."""
-    return KnownField(obeyed=obeyed, idle=idle, nothing=nothing, limits=limits)
+    return KnownField(obeyed=obeyed, nothing=nothing, limits=limits)
 
 
 def _refused(refusal: str, *nothing: object) -> KnownField:
@@ -123,6 +121,12 @@ FIELDS: Mapping[str, KnownField] = {
     ),
     "text": _about_output(RESPONSES, {}, {"format": {"type": "text"}}, limits=_SCHEMAS),
     "top_logprobs": _about_output(CHAT | RESPONSES, 0),
+    "guided_choice": _about_output(GENERATING),
+    "guided_grammar": _about_output(GENERATING),
+    "guided_json": _about_output(GENERATING, limits=_SCHEMAS),
+    "guided_regex": _about_output(GENERATING),
+    "output_format": _about_output(MESSAGES, limits=_SCHEMAS),
+    "structured_outputs": _about_output(GENERATING, limits=_FORMS),
     # The class of service, and what the prefix cache shares.
     "cache_salt": _about_output(GENERATING),
     "priority": _about_output(GENERATING),
@@ -191,11 +195,7 @@ FIELDS: Mapping[str, KnownField] = {
     "ec_transfer_params": _refused(NO_MEDIA, {}),
     "enable_response_messages": _refused("Token ids are answered by other endpoints.", False),
     "fallbacks": _refused("One model is served.", []),
-    "guided_choice": _about_output(GENERATING),
     "guided_decoding_backend": _refused("Grammars are enforced by llguidance alone.", "auto", "guidance"),
-    "guided_grammar": _about_output(GENERATING),
-    "guided_json": _about_output(GENERATING, limits=_SCHEMAS),
-    "guided_regex": _about_output(GENERATING),
     "include_reasoning": _refused("Reasoning is not told apart from the answer.", True),
     "inference_geo": _refused("The workers are where they are.", "global"),
     "kv_transfer_params": _refused("Workers find each other, and hand KV over, by themselves.", {}),
@@ -205,7 +205,6 @@ FIELDS: Mapping[str, KnownField] = {
     "mcp_servers": _refused("Tools are called by clients, not by this server.", []),
     "media_io_kwargs": _refused(NO_MEDIA, {}),
     "mm_processor_kwargs": _refused(NO_MEDIA, {}),
-    "output_format": _about_output(MESSAGES, limits=_SCHEMAS),
     "previous_input_messages": _refused(NOT_STORED, []),
     "previous_response_id": _refused(NOT_STORED),
     "prompt_embeds": _refused("Prompts are texts or token ids."),
@@ -215,7 +214,6 @@ FIELDS: Mapping[str, KnownField] = {
     "routed_experts_prompt_start": _refused("Which experts computed a token is not told.", 0),
     "spaces_between_special_tokens": _refused("No spaces are put between special tokens.", True),
     "speed": _refused("There is one speed.", "standard"),
-    "structured_outputs": _about_output(GENERATING, limits=_FORMS),
     "thinking_token_budget": _refused("Reasoning is not told apart from the answer."),
     "use_beam_search": _refused("Beam search is not served.", False),
     "vllm_xargs": _refused("There are no extensions of vLLM's here.", {}),

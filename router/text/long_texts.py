@@ -90,7 +90,7 @@ class LongTextEncoder:
             self._child = None
             _log.warning("the process that encodes long texts ended", signal=error.by_signal)
             raise InvalidRequestError(
-                f"{param}: more than {self._memory_bytes} bytes of memory would be needed to encode it.",
+                f"{param}: it ended the process that encodes it, which has {self._memory_bytes} bytes of memory.",
                 param=param,
             ) from error
         if len(asked) > _KEPT_TEXT:

@@ -294,3 +294,38 @@ async def test_text_asks_for_no_grammar():
         served.says("x")
         await served.chat(response_format={"type": "text"})
         assert served.generator.requests[0].prompt.sampling.grammar == ""
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        (of("json", '{"\\ud800": 1}'), "not JSON"),
+        (of("json", {"maxItems": 10**400}), "out of range"),
+        (of("grammar", 'start: %json {"\\ud800": 1}'), "not JSON"),
+        (of("grammar", "root ::= " + '"a" ' * 3000), "8192 characters"),
+    ],
+    ids=["half a surrogate", "a huge count", "half a surrogate within", "a long GBNF"],
+)
+async def test_what_is_absurd_is_the_clients_fault(form, why):
+    checker = GrammarChecker(GrammarConfig(), (), new_registry())
+    with pytest.raises(InvalidRequestError, match=why) as refused:
+        await checker.text_of(form, "tenant")
+    checker.close()
+    refused.value.message.encode()
+
+
+@pytest.mark.parametrize("triggers", [["<|a|>", "<f>"], ["[A]"]])
+async def test_triggers_are_all_special_tokens_or_none(triggers):
+    checker = GrammarChecker(GrammarConfig(), ("<|a|>", "[A]"), new_registry())
+    tag = {
+        "triggers": triggers,
+        "structures": [{"begin": trigger, "schema": {}, "end": ""} for trigger in triggers],
+    }
+    with pytest.raises(InvalidRequestError, match="special token"):
+        await checker.text_of(of("structural_tag", json.dumps(tag)), "tenant")
+
+
+async def test_a_tenant_over_its_limit_has_no_grammar_translated():
+    checker = GrammarChecker(GrammarConfig(max_compiling_per_tenant=0), (), new_registry())
+    with pytest.raises(OverloadedError):
+        await checker.text_of(of("grammar", "root ::= (((("), "tenant")

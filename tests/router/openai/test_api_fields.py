@@ -490,3 +490,10 @@ async def test_what_is_ignored_is_named_in_a_large_body_and_in_an_error_too():
             "context_length_exceeded",
         )
         assert reply.headers[IGNORED_HEADER] == "store, zebra"
+
+
+async def test_a_field_that_is_named_like_what_a_body_says_of_itself_is_only_unknown():
+    async with serve() as served:
+        reply = await served.chat(ignored=1, model_extra={})
+        assert reply.status_code == 200
+        assert reply.headers["x-baton-ignored"] == "ignored, model_extra"
