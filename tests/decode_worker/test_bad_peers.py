@@ -23,7 +23,6 @@ TIMEOUT_S = 20
 ASKED = prompt(8)
 PAGES = LAYOUT.num_blocks_for(8)
 FORGED = b'baton_kv_tickets_refused_total{reason="forged"} 1.0'
-MALFORMED = b'baton_kv_tickets_refused_total{reason="malformed"} 1.0'
 INCARNATION = b'baton_handshake_incompatible_total{field="incarnation"} 1.0'
 
 

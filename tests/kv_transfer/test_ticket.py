@@ -67,6 +67,11 @@ def test_nonsense_is_refused(content: bytes, mac: bytes):
     assert refusal(OFFICE.read_permit, common_pb2.Signed(content=content, mac=mac)) == "forged"
 
 
+def test_what_is_longer_than_any_ticket_is_refused_unread():
+    long = common_pb2.Signed(content=bytes(4 * 2**20 + 1), mac=bytes(32))
+    assert refusal(OFFICE.read_ticket, long) == "malformed"
+
+
 def test_another_version_is_refused_though_its_signature_is_right(monkeypatch):
     monkeypatch.setattr("kv_transfer.ticket.VERSION", 2)
     newer = OFFICE.sign_ticket(TICKET)
