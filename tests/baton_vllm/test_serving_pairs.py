@@ -47,15 +47,16 @@ if __name__ == "__main__":
 """
 """vLLM without Baton, in a process of its own."""
 
-PLAIN = [(prompt_tokens(length), {}) for length in (1, 32, 33, 199, 300)]
-COUNTED = [
+Asked = tuple[list[int], dict[str, Any]]
+PLAIN: list[Asked] = [(prompt_tokens(length), {}) for length in (1, 32, 33, 199, 300)]
+COUNTED: list[Asked] = [
     (prompt_tokens(96), {"presence_penalty": 1.5}),
     (prompt_tokens(97), {"frequency_penalty": 1.5, "repetition_penalty": 1.1}),
     (prompt_tokens(98), {"min_tokens": 4, "logprobs": 2}),
 ]
 
 
-def alone(model: Path, asked: list[tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
+def alone(model: Path, asked: list[Asked]) -> list[list[int]]:
     run = subprocess.run(
         [sys.executable, "-c", ALONE, str(model)],
         input=json.dumps(asked),
