@@ -20,7 +20,7 @@ from baton.errors import (
     UnsupportedParameterError,
 )
 from baton.generation import FinishReason, Prompt, TokenLogprobs, WorkerLoad
-from baton.ids import SeqId
+from baton.ids import BlockKey, SeqId
 from baton.story import StoryEntry, StoryLog
 from baton_engine.messages import (
     Abort,
@@ -144,9 +144,9 @@ class VllmEngineHost:
         """See EnginePort."""
         return self._failure
 
-    def story(self, seq_id: SeqId) -> Sequence[StoryEntry]:
+    def story(self, about: SeqId | BlockKey) -> Sequence[StoryEntry]:
         """See EnginePort."""
-        return self._story.story(seq_id)
+        return self._story.story(about)
 
     def close(self) -> None:
         """See EnginePort."""
