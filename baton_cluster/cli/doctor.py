@@ -157,6 +157,19 @@ def check_instructions() -> Finding:
     return _ok("instructions", ", ".join(present))
 
 
+def check_cpu_products() -> Finding:
+    """What multiplies bfloat16 weights here; measures it, for under a second, where no worker has done so."""
+    from baton_engine.kernels.cpu import product_choice  # torch takes seconds
+
+    possible = product_choice.possible_products()
+    if len(possible) == 1:
+        return _ok("bfloat16 on this CPU", possible[0])
+    comparison = product_choice.measured(possible)
+    others = ", ".join(name for name in possible if name != comparison.fastest)
+    faster = f"{comparison.advantage():.1f} times as fast as the next of {others}"
+    return _ok("bfloat16 on this CPU", f"{comparison.fastest}, {faster}")
+
+
 def check_memory() -> Finding:
     """Weights once per worker, KV pages, and the processes themselves."""
     available, limit = available_bytes(), memory_limit_bytes()
@@ -360,6 +373,7 @@ def all_checks(host: str, port: int) -> list[Callable[[], Finding]]:
     return [
         check_cores,
         check_instructions,
+        check_cpu_products,
         check_memory,
         check_gpus,
         check_packages,
