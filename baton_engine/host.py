@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from baton.clock import Clock, MonotonicClock
 from baton.errors import InvariantError
-from baton.ids import BlockId, SeqId
+from baton.ids import BlockId, BlockKey, SeqId
 from baton.story import StoryEntry
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Command, StepEvents
@@ -97,9 +97,9 @@ class ThreadEngineHost:
         """See EnginePort."""
         return self._loop.failure()
 
-    def story(self, seq_id: SeqId) -> Sequence[StoryEntry]:
+    def story(self, about: SeqId | BlockKey) -> Sequence[StoryEntry]:
         """See EnginePort."""
-        return self._scheduler.story(seq_id)
+        return self._scheduler.story(about)
 
     def close(self) -> None:
         """See EnginePort."""

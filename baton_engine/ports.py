@@ -179,8 +179,8 @@ class EnginePort(Protocol):
     def failure(self) -> BaseException | None:
         """What ended the engine loop, or None while it lives."""
 
-    def story(self, seq_id: SeqId) -> Sequence[StoryEntry]:
-        """What is remembered of a sequence, ended or not, oldest first."""
+    def story(self, about: SeqId | BlockKey) -> Sequence[StoryEntry]:
+        """What is remembered of a sequence, ended or not, or of a block of its cache, oldest first."""
 
     def close(self) -> None:
         """Ends the loop and waits for it; sequences that are left are dropped."""

@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from baton.config.schema import WorkerConfig
 from baton.errors import BatonError, DrainingError, EngineError, disposition
 from baton.generation import WorkerLoad
-from baton.ids import RequestId, Role
+from baton.ids import Role
 from baton.rpc.admission import asker
 from baton.rpc.bounds import worker_bounds
 from baton.rpc.channel import bind, new_server
@@ -68,8 +68,8 @@ class Service(Protocol):
     def tick(self) -> None:
         """Called every `CHECK_INTERVAL_S`: deadlines, load reports."""
 
-    def story_of(self, request_id: RequestId) -> Sequence[StoryEntry]:
-        """What happened to the legs of a request, in order of time."""
+    def story_of(self, name: str) -> Sequence[StoryEntry]:
+        """What happened to the legs of a request, or to a block of the engine's cache, in order of time."""
 
     def now_s(self) -> float:
         """The time on the clock of its stories."""
@@ -276,11 +276,13 @@ class WorkerServer:
         """Legs, sequences and transfers in this process that are not over."""
         return self._service.in_flight()
 
-    def story_of(self, request_id: RequestId) -> common_pb2.StoryReply:
-        """What happened here to the legs of a request, as far as it is remembered; by this worker's own name what operators had it do."""
+    def story_of(self, name: str) -> common_pb2.StoryReply:
+        """What happened here to the legs of a request, or to the block with that key, as far as it is remembered; by this worker's own
+        name what operators had it do.
+        """
         return story_to_proto(
             self._service.hello.identity.worker_id,
-            [*self._told.story(request_id), *self._service.story_of(request_id)],
+            [*self._told.story(name), *self._service.story_of(name)],
             now_s=self._service.now_s(),
         )
 
@@ -422,8 +424,8 @@ class _Control(control_pb2_grpc.ControlServicer):
         request: pb.StoryRequest,
         context: grpc.aio.ServicerContext[pb.StoryRequest, common_pb2.StoryReply],  # noqa: ARG002
     ) -> common_pb2.StoryReply:
-        """What happened here to the legs of a request."""
-        return self._server.story_of(RequestId(request.request_id))
+        """What happened here to the legs of a request, or to a block."""
+        return self._server.story_of(request.request_id)
 
     async def Explain(  # noqa: N802
         self,

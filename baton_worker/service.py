@@ -7,6 +7,7 @@ layer's export before the token that was drawn after it.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import grpc
@@ -14,6 +15,7 @@ import grpc
 from baton.clock import Clock
 from baton.errors import InvalidRequestError, InvariantError
 from baton.generation import WorkerLoad
+from baton.hashing import parse_block_key
 from baton.ids import LegKind, RequestId, Role, WorkerIdentity
 from baton.rpc.hello import WorkerHello
 from baton.rpc.mailbox import Mailbox
@@ -185,12 +187,14 @@ class WorkerService:
         """Hand-offs that are not over."""
         return self._lifecycle.transfers_in_flight()
 
-    def story_of(self, request_id: RequestId) -> Sequence[StoryEntry]:
-        """What happened here to the legs of a request, their hand-offs and their sequences, as far as it is remembered; in order of
-        time.
+    def story_of(self, name: str) -> Sequence[StoryEntry]:
+        """What happened here to the legs of the request `name`, their hand-offs and their sequences, or to the block with this key in
+        hexadecimal, as far as it is remembered; in order of time.
         """
         told: list[StoryEntry] = []
-        for names in self._lifecycle.legs_of(request_id):
+        with suppress(ValueError):
+            told += self._engine.story(parse_block_key(name))
+        for names in self._lifecycle.legs_of(RequestId(name)):
             told += self._lifecycle.story_of(names)
             if names.seq_id:
                 told += self._engine.story(names.seq_id)

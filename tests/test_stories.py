@@ -25,8 +25,8 @@ WRAPPED = "`Dispatcher.handle` gives it the story of the event's request"
 WITHOUT: dict[str, str] = {
     "baton/fit.py": NUMBERS,
     "baton/rpc/block_feed.py": "a message that contradicts the one before it; the sender has the block's story",
-    "baton_engine/cache/blocks.py": "pages keep no story: it would be told of each page of each step",
-    "baton_engine/cache/prefix_tree.py": "pages keep no story: it would be told of each page of each step",
+    "baton_engine/cache/blocks.py": COUNTS,
+    "baton_engine/cache/prefix_tree.py": COUNTS,
     "baton_engine/host.py": "a step without a listener",
     "baton_engine/scheduling/in_flight.py": "steps keep no story",
     "baton_engine/scheduling/queues.py": COUNTS,

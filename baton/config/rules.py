@@ -321,7 +321,7 @@ _OWN_ENGINE_ONLY = (
 
 def _engine_misfit(config: BatonConfig) -> str | None:
     """What the chosen engine cannot do, or None."""
-    engine, cluster = config.engine, config.cluster
+    engine = config.engine
     if engine.kind != "vllm":
         return "engine.vllm needs engine.kind vllm" if engine.vllm else None
     own = EngineConfig()
@@ -332,8 +332,6 @@ def _engine_misfit(config: BatonConfig) -> str | None:
         return "model.quantization is of the engine baton: give vLLM's as engine.vllm.quantization"
     if config.pool.enabled:
         return "pool.enabled: the pool does not hold pages of the engine vllm yet"
-    if cluster.prefill_workers or cluster.decode_workers:
-        return "engine.kind vllm runs in hybrid workers only, so far: set cluster.hybrid_workers"
     return None
 
 

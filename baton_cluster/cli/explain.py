@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "request_id",
         metavar="REQUEST_ID",
-        help="the `id` of the reply; with --story also a process, such as decode-0, or a tenant's id",
+        help="the `id` of the reply; with --story also a process, such as decode-0, a tenant's id, or the key of a block",
     )
     parser.add_argument(
         "--story", action="store_true", help="what router and workers did about it, event by event"

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from baton.blocks import BlockChanges
 from baton.errors import InvariantError
 from baton.ids import BlockId, BlockKey
-from baton_engine.cache.prefix_tree import PrefixTree
+from baton_engine.cache.page_story import PageStory
+from baton_engine.cache.prefix_tree import Node, PrefixTree
 
 
 class BlockManager:
@@ -19,14 +20,18 @@ class BlockManager:
     *free*; the three counts always sum to the total. A cached page is given away, longest unused first, when no free one
     is left, so `available` is free and cached together.
 
-    Not thread-safe: one owner, but for `generation`.
+    Not thread-safe: one owner, but for `generation` and what `story` tells.
+
+    Attributes:
+        story: What happened to pages: here what was evicted, by those who take pages for sequences the rest.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._references = [0] * num_blocks
         self._generations = [0] * num_blocks
         self._free = [BlockId(block) for block in reversed(range(num_blocks))]
-        self._tree = PrefixTree()
+        self.story = PageStory()
+        self._tree = PrefixTree(self.story)
 
     @property
     def num_total(self) -> int:
@@ -80,7 +85,7 @@ class BlockManager:
         if num_idle + num_fresh + headroom > self.num_available:
             return None
         self.share(held)
-        return [*held, *(self._fresh() for _ in range(num_fresh))]
+        return [*held, *self._fresh(num_fresh)]
 
     def share(self, blocks: Iterable[BlockId]) -> None:
         """Adds one reference to each page."""
@@ -100,7 +105,7 @@ class BlockManager:
         if not self.num_available:
             return None
         self._references[block] -= 1
-        return self._fresh()
+        return self._fresh(1)[0]
 
     def publish(self, key: BlockKey, block: BlockId, parent: BlockId | None) -> BlockId:
         """Lets later prompts find the full page `block`, which its caller uses.
@@ -121,7 +126,7 @@ class BlockManager:
             InvariantError: The page was shared before it was published: the others would keep it without what is before it.
         """
         if self._references[block] != 1 and block not in self._tree:
-            raise InvariantError(f"page {block} is to be published after it was shared")
+            raise self._broken(block, "is to be published after it was shared")
         held = self._tree.insert(key, block, parent)
         if held != block:
             self.share((held,))
@@ -131,7 +136,7 @@ class BlockManager:
         """Drops one reference from each page, last page first; unused pages become cached if published, else free."""
         for block in reversed(blocks):
             if self._references[block] <= 0:
-                raise InvariantError(f"page {block} was released more often than taken")
+                raise self._broken(block, "was released more often than taken")
             self._references[block] -= 1
             if self._references[block]:
                 continue
@@ -142,26 +147,44 @@ class BlockManager:
 
     def discard(self, blocks: Sequence[BlockId]) -> None:
         """Frees those of the pages `blocks` of one text that are cached, last page first, as far as no other text needs them."""
-        self._free += filter(self._tree.discard, reversed(blocks))
+        nodes = map(self._tree.discard, reversed(blocks))
+        self._free += self._given_up("discarded", filter(None, nodes))
 
     def flush(self) -> int:
         """Frees every cached page; returns how many there were."""
-        before = len(self._free)
-        while (block := self._tree.evict()) is not None:
-            self._free.append(block)
-        return len(self._free) - before
+        flushed = self._given_up("flushed", self._tree.evict(self._tree.num_idle))
+        self._free += flushed
+        return len(flushed)
 
     def take_changes(self) -> BlockChanges | None:
         """Which keys came to be held and which were given up since the last call; None for none."""
         return self._tree.changes.take() if self._tree.changes else None
 
-    def _fresh(self) -> BlockId:
-        block = self._free.pop() if self._free else self._tree.evict()
-        if block is None:
+    def _fresh(self, count: int) -> list[BlockId]:
+        free = self._free
+        blocks = [free.pop() for _ in range(min(count, len(free)))]
+        if missing := count - len(blocks):
+            blocks += self._given_up("evicted", self._tree.evict(missing))
+        if len(blocks) < count:
             raise InvariantError("a page was taken where none was left")
-        self._references[block] = 1
-        self._generations[block] += 1
-        return block
+        for block in blocks:
+            self._references[block] = 1
+            self._generations[block] += 1
+        return blocks
+
+    def _given_up(self, why: str, nodes: Iterable[Node]) -> list[BlockId]:
+        """Pages that the prefix tree has given away."""
+        blocks: list[BlockId] = []
+        keys: list[BlockKey] = []
+        for node in nodes:
+            blocks.append(node.block)
+            keys.append(node.key)
+        if blocks:
+            self.story.record(why, blocks, keys=keys)
+        return blocks
+
+    def _broken(self, block: BlockId, what: str) -> InvariantError:
+        return InvariantError(f"page {block} {what}", story=self.story.story(block))
 
     def check_integrity(self, held: Iterable[BlockId]) -> None:
         """Raises InvariantError unless each page is exactly one of free, cached and used.
@@ -178,8 +201,8 @@ class BlockManager:
             block = BlockId(index)
             is_idle = self._tree.is_idle(block)
             if count != expected[block]:
-                raise InvariantError(f"page {block} counts {count} of {expected[block]} references")
+                raise self._broken(block, f"counts {count} of {expected[block]} references")
             if (block in free) + is_idle + (count > 0) != 1:
-                raise InvariantError(f"page {block} with {count} references is in no or two states")
+                raise self._broken(block, f"with {count} references is in no or two states")
             if block in free and block in self._tree:
-                raise InvariantError(f"page {block} is free and published")
+                raise self._broken(block, "is free and published")

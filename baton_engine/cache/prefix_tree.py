@@ -8,10 +8,12 @@ everything before it, so a dictionary of keys is the whole lookup structure and 
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from baton.blocks import ChangeLog
 from baton.errors import InvariantError
 from baton.ids import BlockId, BlockKey
+from baton_engine.cache.page_story import PageStory
 
 
 @dataclass(slots=True, eq=False)
@@ -33,11 +35,15 @@ class PrefixTree:
 
     Not thread-safe: one owner.
 
+    Args:
+        story: Of the pages; an InvariantError carries what it tells.
+
     Attributes:
         changes: Keys that came and went since they were last taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, story: PageStory) -> None:
+        self._story = story
         self.changes = ChangeLog()
         self._by_key: dict[BlockKey, Node] = {}
         self._by_block: dict[BlockId, Node] = {}
@@ -98,25 +104,24 @@ class PrefixTree:
         """A sequence uses the idle `block` again."""
         del self._idle[block]
 
-    def evict(self) -> BlockId | None:
-        """Forgets the page that has been idle longest and gives it away; None when every page is in use."""
-        if not self._idle:
-            return None
-        block, node = next(iter(self._idle.items()))
-        if node.num_children:
-            raise InvariantError(
-                f"page {block} was to be evicted under {node.num_children} children"
-            )
-        self._forget(node)
-        return block
+    def evict(self, count: int) -> list[Node]:
+        """Forgets the `count` pages that have been idle longest, or all idle ones if they are fewer, and gives them away."""
+        evicted = list(islice(self._idle.values(), count))
+        for node in evicted:
+            if node.num_children:
+                raise self._broken(
+                    node.block, f"was to be evicted under {node.num_children} children"
+                )
+            self._forget(node)
+        return evicted
 
-    def discard(self, block: BlockId) -> bool:
-        """Forgets `block` and gives it away, if it is idle and nothing held here goes on from it; whether that was so."""
+    def discard(self, block: BlockId) -> Node | None:
+        """Forgets `block` and gives it away, if it is idle and nothing held here goes on from it; else None."""
         node = self._idle.get(block)
         if node is None or node.num_children:
-            return False
+            return None
         self._forget(node)
-        return True
+        return node
 
     def _forget(self, node: Node) -> None:
         if node.parent is not None:
@@ -124,21 +129,24 @@ class PrefixTree:
         del self._idle[node.block], self._by_key[node.key], self._by_block[node.block]
         self.changes.removed(node.key)
 
+    def _broken(self, block: BlockId, what: str) -> InvariantError:
+        return InvariantError(f"page {block} {what}", story=self._story.story(block))
+
     def check_integrity(self) -> None:
         """Raises InvariantError unless the two directories agree, counts are right and no used page hangs on an idle one."""
         children: dict[BlockId, int] = dict.fromkeys(self._by_block, 0)
         for key, node in self._by_key.items():
             if node.key != key or self._by_block.get(node.block) is not node:
-                raise InvariantError(f"page {node.block} is filed under another key or page")
+                raise self._broken(node.block, "is filed under another key or page")
             if node.parent is not None:
                 children[node.parent.block] += 1
                 if self._by_block.get(node.parent.block) is not node.parent:
-                    raise InvariantError(f"page {node.block} hangs on a page that is gone")
+                    raise self._broken(node.block, "hangs on a page that is gone")
                 if node.parent.block in self._idle and node.block not in self._idle:
-                    raise InvariantError(f"page {node.block} is used but its parent is idle")
+                    raise self._broken(node.block, "is used but its parent is idle")
         for block, node in self._by_block.items():
             if node.num_children != children[block]:
-                raise InvariantError(f"page {block} counts its children wrongly")
+                raise self._broken(block, "counts its children wrongly")
         if (
             len(self._by_key) != len(self._by_block)
             or not self._idle.keys() <= self._by_block.keys()

@@ -9,7 +9,7 @@ from functools import partial
 from baton.clock import Clock, ManualClock
 from baton.errors import EngineError
 from baton.generation import TokenLogprobs
-from baton.ids import BlockId, SeqId
+from baton.ids import BlockId, BlockKey, SeqId
 from baton.story import StoryEntry
 from baton_engine.layer_hooks import KvLayerHooks
 from baton_engine.loop import EngineLoop
@@ -192,9 +192,9 @@ class FakeEngine:
         """See EnginePort."""
         return self._loop.failure()
 
-    def story(self, seq_id: SeqId) -> SequenceOf[StoryEntry]:
+    def story(self, about: SeqId | BlockKey) -> SequenceOf[StoryEntry]:
         """See EnginePort."""
-        return self.scheduler.story(seq_id)
+        return self.scheduler.story(about)
 
     def close(self) -> None:
         """See EnginePort."""

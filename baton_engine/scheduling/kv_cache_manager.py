@@ -27,6 +27,7 @@ class KvCacheManager:
 
     Attributes:
         blocks: The arena's pages.
+        story: What happened to them.
         block_tokens: Tokens per page.
         fetching: Gets blocks from a pool; None without one.
     """
@@ -35,6 +36,7 @@ class KvCacheManager:
         self, blocks: BlockManager, *, layout: KvLayout, secret: bytes, share_prefixes: bool
     ) -> None:
         self.blocks = blocks
+        self.story = blocks.story
         self.block_tokens = layout.block_tokens
         self._layout = layout
         self._secret = secret
@@ -74,6 +76,9 @@ class KvCacheManager:
             return False
         sequence.blocks = taken
         sequence.num_published = sequence.num_external = len(matched)
+        if matched:
+            self.story.record("found", matched, keys=keys[: len(matched)], seq_id=sequence.seq_id)
+        self.story.record("allocated", taken[len(matched) :], seq_id=sequence.seq_id)
         if self.fetching is not None and not sequence.awaits_kv:
             sequence.fetch = self.fetching.plan(sequence, keys, len(matched))
             sequence.num_external += len(sequence.fetch.keys) if sequence.fetch is not None else 0
@@ -89,7 +94,7 @@ class KvCacheManager:
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes all pages away from a sequence that will need them again."""
-        self.free(sequence)
+        self._release_all(sequence, "taken by a preemption")
         if self.fetching is not None:
             self.fetching.preempted(sequence, self._usable_keys(sequence))
 
@@ -115,6 +120,7 @@ class KvCacheManager:
             if fresh is None:
                 return False
             blocks += fresh
+            self.story.record("allocated", fresh, seq_id=sequence.seq_id)
         else:
             target = self.blocks.writable(blocks[-1])
             if target is None:
@@ -122,26 +128,29 @@ class KvCacheManager:
             if target != blocks[-1]:
                 copies.append((blocks[-1], target))
                 blocks[-1] = target
+                self.story.record("allocated for a copy", (target,), seq_id=sequence.seq_id)
         sequence.shares_tail = False
         return True
 
     def append_slots_ahead(self, sequences: Iterable[Sequence]) -> bool:
         """Gives each of those that decode a place for the token after its last one, which is being drawn; all or nothing."""
         needy = [
-            sequence.blocks
+            sequence
             for sequence in sequences
             if len(sequence.blocks) * self.block_tokens <= len(sequence.tokens)
         ]
         fresh = self.blocks.take((), len(needy))
         if fresh is None:
             return False
-        for blocks, block in zip(needy, fresh, strict=True):
-            blocks.append(block)
+        for sequence, block in zip(needy, fresh, strict=True):
+            sequence.blocks.append(block)
+            self.story.record("allocated", (block,), seq_id=sequence.seq_id)
         return True
 
     def fork(self, sequence: Sequence, sample: int, token: int) -> Sequence:
         """Another sample of the computed prompt of `sequence`: shares its pages, goes on with its own first token."""
         self.blocks.share(sequence.blocks)
+        self.story.record(f"shared with sample {sample}", sequence.blocks, seq_id=sequence.seq_id)
         sequence.shares_tail = True
         constraint = sequence.constraint
         forked = Sequence(
@@ -158,6 +167,13 @@ class KvCacheManager:
         )
         forked.append(token)
         return forked
+
+    def received(self, sequence: Sequence) -> None:
+        """The KV of all its tokens has come from another engine into its pages."""
+        sequence.num_computed = len(sequence.tokens)
+        sequence.num_external = len(sequence.tokens) // self.block_tokens
+        self.story.record("received", sequence.blocks, seq_id=sequence.seq_id)
+        self.publish(sequence)
 
     def publish(self, sequence: Sequence) -> None:
         """Lets later prompts find the pages that `sequence` has filled by now.
@@ -177,6 +193,8 @@ class KvCacheManager:
                 self._replaced(sequence, own)
             elif self._published is not None and index >= sequence.num_external:
                 self._published.append(self._published_page(sequence, index))
+        new = slice(sequence.num_published, num_full)
+        self.story.record("published", blocks[new], keys=keys[new], seq_id=sequence.seq_id)
         sequence.num_published = num_full
 
     def _published_page(self, sequence: Sequence, index: int) -> PublishedPage:
@@ -194,11 +212,19 @@ class KvCacheManager:
         if sequence.request.kind is LegKind.PREFILL:
             # It was exported: a transfer may read it until the hand-off is done.
             sequence.retained.append(own)
+            told = "replaced by an equal page, kept for its hand-off"
         else:
             self.blocks.release((own,))
+            told = "replaced by an equal page, freed"
+        self.story.record(told, (own,), seq_id=sequence.seq_id)
 
     def free(self, sequence: Sequence) -> None:
         """Gives all pages back. The sequence keeps its tokens and keys, and may get pages again."""
+        self._release_all(sequence, "freed")
+
+    def _release_all(self, sequence: Sequence, why: str) -> None:
+        if sequence.blocks or sequence.retained:
+            self.story.record(why, (*sequence.blocks, *sequence.retained), seq_id=sequence.seq_id)
         self.blocks.release(sequence.blocks)
         self.blocks.release(sequence.retained)
         sequence.blocks, sequence.retained = [], []

@@ -95,7 +95,8 @@ class StepPlanner:
     def _preempt_last(self, *, for_: Sequence) -> None:
         victim = self._queues.preemption_victim(self._preemption_order)
         if victim is None:
-            raise self._queues.broken(for_, "runs, finds no page, and none can be preempted")
+            what = "runs, finds no page, and none can be preempted"
+            raise self._queues.broken(for_, what, pages=self._cache.story.story(for_.seq_id))
         self._cache.preempt(victim)
         self._queues.move(victim, State.WAITING)
         self.preemptions += 1

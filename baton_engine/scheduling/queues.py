@@ -2,11 +2,11 @@
 
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from baton.errors import InvariantError
-from baton.story import StoryLog
+from baton.story import StoryEntry, StoryLog
 from baton_engine.scheduling.ordering import PreemptionOrder, PrefillOrder
 from baton_engine.scheduling.request import Sequence, State
 
@@ -114,9 +114,11 @@ class SequenceQueues:
         begun = [sequence for sequence in self.prefilling if sequence.is_preemptible]
         return max(self.running + begun, key=order, default=None)
 
-    def broken(self, sequence: Sequence, what: str) -> InvariantError:
-        """An error with the story of `sequence`."""
-        story = self._stories.story(sequence.seq_id)
+    def broken(
+        self, sequence: Sequence, what: str, *, pages: Iterable[StoryEntry] = ()
+    ) -> InvariantError:
+        """An error with the story of `sequence`, and of its `pages` where they matter."""
+        story = (*self._stories.story(sequence.seq_id), *pages)
         return InvariantError(f"{sequence.seq_id} {what}", story=story)
 
     def add(self, sequence: Sequence, state: State) -> None:

@@ -10,6 +10,7 @@ by recompute), in chunks under the same budget, so that those still running go o
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from operator import attrgetter
 
 from baton.blocks import BlockChanges
 from baton.errors import BatonError, InvalidRequestError, InvariantError, TransferError
@@ -19,7 +20,7 @@ from baton.generation import (
     TokenLogprobs,
     WorkerLoad,
 )
-from baton.ids import BlockId, LegKind, SeqId
+from baton.ids import BlockId, BlockKey, LegKind, SeqId
 from baton.layout import KvLayout
 from baton.pages import PublishedPage
 from baton.story import StoryEntry, StoryLog
@@ -150,7 +151,7 @@ class Scheduler:
         """
         if self._in_flight:
             raise InvariantError("a command came while a step was in flight")
-        self._queues.now_s = now_s
+        self._queues.now_s = self._cache.story.now_s = now_s
         match command:
             case Generate() | Prefill() | Receive():
                 return self._arrive(command, constraint)
@@ -166,7 +167,7 @@ class Scheduler:
         seq_id, kind, prompt = asked.seq_id, asked.kind, asked.prompt
         if (known := self._requests.get(seq_id)) is not None:
             # The two cannot be told apart by their events, so neither may go on.
-            story = self._stories.story(seq_id)
+            story = self.story(seq_id)
             error = InvariantError(f"sequence {seq_id} was submitted twice", story=story)
             return self._end_with(known, error)
         refusal = self._limits.refusal(prompt, decodes_here=kind is not LegKind.PREFILL)
@@ -201,16 +202,14 @@ class Scheduler:
             return []  # aborted while the KV was on its way
         sequence = request.sequences[0]
         if sequence.state is not State.RESERVED:
-            story = self._stories.story(request.seq_id)
+            story = self.story(request.seq_id)
             message = f"sequence {request.seq_id} holds no reservation to start from"
             return self._end_with(request, InvariantError(message, story=story))
         wrong = self._limits.wrong_start(request.prompt, command.first_tokens)
         if wrong is not None:
             return self._end_with(request, InvalidRequestError(wrong))
-        sequence.num_computed = len(sequence.tokens)
         request.has_kv = True
-        sequence.num_external = len(sequence.tokens) // self._limits.block_tokens
-        self._cache.publish(sequence)
+        self._cache.received(sequence)
         first_tokens = command.first_tokens
         going_on = [(first.sample, first.token) for first in first_tokens if first.finish is None]
         self._fan_out(sequence, going_on)
@@ -233,7 +232,7 @@ class Scheduler:
         """
         if self._in_flight:
             raise InvariantError("a step was scheduled while another was in flight")
-        self._queues.now_s = now_s
+        self._queues.now_s = self._cache.story.now_s = now_s
         draft, events = self._planner.draft()
         if not draft.sequences:
             return None, events
@@ -262,7 +261,7 @@ class Scheduler:
         Returns:
             The tokens that were drawn; None for none.
         """
-        self._queues.now_s = now_s
+        self._queues.now_s = self._cache.story.now_s = now_s
         step = self._in_flight.end(plan)
         sampled = _Columns(result)
         place = 0
@@ -357,8 +356,9 @@ class Scheduler:
             self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        """A sequence ends; with the last one its request does."""
+        """A sequence ends; with the last one its request does. A step in flight that still has it draws nothing that counts."""
         self._cache.free(sequence)
+        sequence.constraint = None
         self._queues.move(sequence, State.ENDED)
         if not sequence.request.sequences:
             del self._requests[sequence.seq_id]
@@ -384,9 +384,12 @@ class Scheduler:
             blocks_leaked=0 if self._requests or self._in_flight else blocks.num_used,
         )
 
-    def story(self, seq_id: SeqId) -> tuple[StoryEntry, ...]:
-        """What is remembered of a sequence: arrival, admission, preemption, hand-off, end; not its steps. From any thread."""
-        return self._stories.story(seq_id)
+    def story(self, about: SeqId | BlockKey) -> tuple[StoryEntry, ...]:
+        """What is remembered of a sequence: arrival, admission, pages, preemption, hand-off, end; not its steps. Or of a block: who
+        published and found it, when it was evicted. In order of time. From any thread.
+        """
+        told = (*self._stories.story(about), *self._cache.story.story(about))
+        return tuple(sorted(told, key=attrgetter("at_s")))
 
     def check_integrity(self) -> None:
         """Raises InvariantError unless every page is accounted for and every sequence is in its queue. O(pages)."""
@@ -398,7 +401,7 @@ class Scheduler:
         held: list[BlockId] = []
         for sequence in sequences:
             if (broken := sequence.broken_invariant(self._limits.block_tokens)) is not None:
-                raise InvariantError(broken, story=self._stories.story(sequence.seq_id))
+                raise InvariantError(broken, story=self.story(sequence.seq_id))
             held += sequence.blocks + sequence.retained
         self._blocks.check_integrity(held + self._in_flight.pinned)
 

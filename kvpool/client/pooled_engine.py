@@ -111,9 +111,9 @@ class PooledEngine:
         """See EnginePort."""
         return self._engine.failure()
 
-    def story(self, seq_id: SeqId) -> Sequence[StoryEntry]:
+    def story(self, about: SeqId | BlockKey) -> Sequence[StoryEntry]:
         """See EnginePort."""
-        return self._engine.story(seq_id)
+        return self._engine.story(about)
 
     def close(self) -> None:
         """See EnginePort. Prompts that wait are dropped."""

@@ -1,5 +1,5 @@
 """Collects stories for operators: what this router remembers of a request, a worker or a tenant, and what the workers that it is
-connected to remember of a request.
+connected to remember of a request or a block.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ class OperatorStories:
         self._credentials = credentials
 
     async def tell(self, name: str) -> common_pb2.StoryReply:
-        """What this router remembers of the request, worker or tenant of this name, and the workers of a request; in order of time on
-        this router's clock, empty where none knows it.
+        """What this router remembers of the request, worker or tenant of this name, and the workers of a request or of the block with
+        this key; in order of time on this router's clock, empty where none knows it.
 
         A worker that does not answer is left out.
         """

@@ -1,4 +1,4 @@
-"""Stories on the operators' surface: what the router's and the workers' cores did about a request, a worker or a tenant, and the
+"""Stories on the operators' surface: what the router's and the workers' cores did about a request, a worker, a tenant or a block, and the
 pool's nodes about a block, event by event.
 """
 
@@ -26,7 +26,9 @@ class StoryEntryReply(BaseModel):
 
 
 class StoryReply(BaseModel):
-    """What happened to a request, oldest first, or to the worker or tenant that was named instead. Nothing of a prompt or an answer."""
+    """What happened to a request, oldest first, or to the worker, tenant or block of the workers' caches that was named instead. Nothing of
+    a prompt or an answer.
+    """
 
     request_id: str
     entries: list[StoryEntryReply]
@@ -65,7 +67,7 @@ def add_block_story(app: FastAPI, pool: PoolAdminClient) -> None:
 
 
 def add_story(app: FastAPI, stories: OperatorStories) -> None:
-    """Adds the route of the story of a request, a worker or a tenant to the operators' application."""
+    """Adds the route of the story of a request, a worker, a tenant or a block of the workers' caches to the operators' application."""
 
     @app.get("/debug/story/{name}", responses=openapi.ERRORS)
     async def get_story(name: str) -> StoryReply:

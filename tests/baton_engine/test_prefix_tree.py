@@ -2,6 +2,7 @@ import pytest
 
 from baton.errors import InvariantError
 from baton.ids import BlockId, BlockKey
+from baton_engine.cache.page_story import PageStory
 from baton_engine.cache.prefix_tree import PrefixTree
 
 
@@ -15,7 +16,7 @@ def block(number: int) -> BlockId:
 
 def tree_of(*chain: str) -> PrefixTree:
     """A chain of pages 0, 1, 2… in use."""
-    tree = PrefixTree()
+    tree = PrefixTree(PageStory())
     for index, name in enumerate(chain):
         tree.insert(key(name), block(index), block(index - 1) if index else None)
     return tree
@@ -41,7 +42,7 @@ def test_the_page_idle_longest_is_evicted_first_and_a_parent_after_its_children(
     tree.insert(key("ac"), block(2), block(0))
     for number in (2, 1, 0):
         tree.retire(block(number))
-    assert [tree.evict() for _ in range(4)] == [2, 1, 0, None]
+    assert [node.block for node in (*tree.evict(1), *tree.evict(4))] == [2, 1, 0]
     assert len(tree) == 0
 
 
@@ -49,7 +50,7 @@ def test_a_page_that_is_used_again_is_not_evicted():
     tree = tree_of("a")
     tree.retire(block(0))
     tree.revive(block(0))
-    assert tree.evict() is None
+    assert tree.evict(1) == []
     assert tree.match([key("a")]) == [0]
 
 
@@ -64,7 +65,7 @@ def test_evicting_a_page_that_others_hang_on_is_a_broken_invariant():
     tree = tree_of("a", "ab")
     tree.retire(block(0))
     with pytest.raises(InvariantError, match="children"):
-        tree.evict()
+        tree.evict(1)
 
 
 def test_changes_tell_what_came_and_went_each_page_after_the_one_before_it():
@@ -72,8 +73,7 @@ def test_changes_tell_what_came_and_went_each_page_after_the_one_before_it():
     assert tree.changes.take().stored == (key("a"), key("ab"))
     for number in (1, 0):
         tree.retire(block(number))
-    tree.evict()
-    tree.evict()
+    tree.evict(2)
     assert tree.changes.take().removed == (key("ab"), key("a"))
 
 
@@ -82,5 +82,5 @@ def test_a_page_that_came_and_went_between_two_looks_is_no_change():
     tree.changes.take()
     tree.insert(key("ab"), block(1), block(0))
     tree.retire(block(1))
-    tree.evict()
+    tree.evict(1)
     assert len(tree.changes) == 0

@@ -688,7 +688,7 @@ def test_the_story_of_a_sequence_has_its_moves_and_not_its_steps():
     world = World(limits())
     world.tell(generate(A, 20))
     world.run()
-    told = [entry.event for entry in world.scheduler.story(A)]
+    told = [entry.event for entry in world.scheduler.story(A) if entry.core == "engine"]
     assert told == [
         "sample 0: GENERATE -> WAITING, 20 tokens, 0 pages",
         "sample 0: WAITING -> PREFILLING, 20 tokens, 5 pages",
@@ -696,6 +696,46 @@ def test_the_story_of_a_sequence_has_its_moves_and_not_its_steps():
         "sample 0: RUNNING -> ENDED, 25 tokens, 0 pages",
     ]
     assert world.scheduler.story(B) == ()
+
+
+def test_the_story_of_a_sequence_tells_which_pages_it_had_and_where_they_went():
+    world = World(limits())
+    world.tell(generate(A, 20))
+    world.run()
+    world.tell(generate(B, 20))
+    world.run()
+    first = [entry.event for entry in world.scheduler.story(A) if entry.core == "cache"]
+    assert [event.split(":")[0] for event in first] == [
+        *("allocated", "published", "allocated", "published", "freed")
+    ]
+    second = [entry.event for entry in world.scheduler.story(B) if entry.core == "cache"]
+    assert second[0].startswith("found: 4 pages (")
+    times = [entry.at_s for entry in world.scheduler.story(B)]
+    assert times == sorted(times)
+
+
+def test_the_story_of_a_block_tells_who_published_and_found_it_and_when_it_was_evicted():
+    world = World(limits())
+    world.tell(generate(A, 20))
+    world.run()
+    changes = world.scheduler.take_block_changes()
+    assert changes is not None
+    key = changes.stored[0]
+    world.tell(generate(B, 20))
+    world.run()
+    world.tell(FlushCache())
+    told = [entry.event for entry in world.scheduler.story(key)]
+    assert [event.split(":")[0] for event in told] == ["published", "found", "flushed"]
+    assert A in told[0]
+    assert B in told[1]
+
+
+def test_a_preempted_sequence_is_told_that_its_pages_were_taken():
+    world = World(limits(num_blocks=8))
+    world.tell(generate(A, 12, max_tokens=16), generate(B, tuple(range(50, 62)), max_tokens=16))
+    world.run()
+    told = [entry.event for entry in (*world.scheduler.story(A), *world.scheduler.story(B))]
+    assert any(event.startswith("taken by a preemption: ") for event in told)
 
 
 def test_an_error_of_a_known_sequence_carries_its_story():

@@ -13,7 +13,7 @@ from baton.clock import ManualClock
 from baton.config.schema import RouterConfig
 from baton.errors import InvalidRequestError
 from baton.generation import Prompt
-from baton.ids import LegId, RequestId, Role, SeqId, WorkerId
+from baton.ids import BlockKey, LegId, RequestId, Role, SeqId, WorkerId
 from baton.rpc.channel import open_channel
 from baton.rpc.generation import prompt_to_proto
 from baton.rpc.hello import hello_from_proto, role_to_proto
@@ -234,7 +234,7 @@ class _NoEngine:
     def failure(self) -> BaseException | None:
         return None
 
-    def story(self, seq_id: SeqId) -> tuple[StoryEntry, ...]:
+    def story(self, about: SeqId | BlockKey) -> tuple[StoryEntry, ...]:
         raise NotImplementedError
 
     def close(self) -> None:

@@ -63,8 +63,8 @@ class Service:
     def take_new(self) -> None:
         self.refusing = False
 
-    def story_of(self, request_id: RequestId) -> tuple[StoryEntry, ...]:
-        return self.stories.get(request_id, ())
+    def story_of(self, name: str) -> tuple[StoryEntry, ...]:
+        return self.stories.get(RequestId(name), ())
 
     def now_s(self) -> float:
         return 2.0

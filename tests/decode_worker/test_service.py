@@ -1,6 +1,7 @@
 """Both workers' services against each other, with a router made of two gRPC streams."""
 
 import asyncio
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,13 +59,18 @@ async def test_the_story_of_a_request_has_its_legs_hand_off_and_sequences_in_ord
             async with open_channel(worker.address) as channel:
                 stub = control_pb2_grpc.ControlStub(channel)
                 told = await stub.Story(control_pb2.StoryRequest(request_id="r"))
-            assert {entry.core for entry in told.entries} == {"leg", hand_off, "engine"}
+            assert {entry.core for entry in told.entries} == {"leg", hand_off, "engine", "cache"}
             times = [entry.at_s for entry in told.entries]
             assert times == sorted(times)
             assert times[-1] <= told.now_s
             told_by = {entry.core: entry.event for entry in reversed(told.entries)}
             assert told_by["leg"].startswith("asked to ")
             assert told_by[hand_off].startswith(("Opened", "Expected", "Reserve"))
+            published, *_ = re.findall(r"published: .*, last block ([0-9a-f]{32})", str(told))
+            async with open_channel(worker.address) as channel:
+                stub = control_pb2_grpc.ControlStub(channel)
+                of_block = await stub.Story(control_pb2.StoryRequest(request_id=published))
+            assert [entry.event.split(":")[0] for entry in of_block.entries] == ["published"]
 
 
 async def test_a_worker_that_has_done_nothing_reports_all_pages_free(tmp_path: Path):

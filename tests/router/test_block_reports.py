@@ -130,6 +130,7 @@ async def test_the_story_of_a_request_has_the_parts_of_all_processes(tmp_path):
             "outbox",
             "ledger",
             "engine",
+            "cache",
         }
         times = [entry.at_s for entry in told]
         assert times == sorted(times)
