@@ -1,5 +1,5 @@
 """Which product serves bfloat16 weights on this CPU: measured once per processor, before a model is loaded, and kept in the user's
-cache directory.
+cache directory. `python -m baton_engine.kernels.cpu.product_choice` says which.
 
 A processor's flags say what it can do, not what is fast there: of two with AVX-512 for bfloat16, one multiplied bfloat16 by oneDNN
 at half the speed of float32, the other at twice.
@@ -223,3 +223,20 @@ def _lines(comparison: Comparison) -> str:
         f"{name} " + " ".join(f"{ms:.1f}" for ms in row)
         for name, row in comparison.milliseconds.items()
     )
+
+
+def main() -> None:
+    """Prints what is chosen here, in a line."""
+    possible = possible_products()
+    if len(possible) == 1:
+        print(possible[0])
+        return
+    comparison = measured(possible)
+    others = ", ".join(name for name in possible if name != comparison.fastest)
+    print(
+        f"{comparison.fastest}, {comparison.advantage():.1f} times as fast as the next of {others}"
+    )
+
+
+if __name__ == "__main__":
+    main()
