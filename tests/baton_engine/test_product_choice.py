@@ -24,7 +24,7 @@ BOTH = (PANELS, ONEDNN)
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The cache directory."""
-    monkeypatch.setattr(product_choice, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "baton"
 
 

@@ -8,6 +8,8 @@ at half the speed of float32, the other at twice.
 import json
 import logging
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,6 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from platformdirs import user_cache_path
 
 from baton import native
 from baton.cpu_features import cpu_flags, cpu_name
@@ -93,7 +94,7 @@ def possible_products() -> tuple[Bfloat16Product, ...]:
     if multiplies_bfloat16():
         possible.append(Bfloat16Product.PAIRS)
     native_bfloat16 = {"amx_bf16", "avx512_bf16"} & cpu_flags()
-    if native_bfloat16 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if native_bfloat16 and torch.backends.mkldnn.is_available():
         possible.append(Bfloat16Product.ONEDNN)
     return tuple(possible) or (Bfloat16Product.WIDENED,)
 
@@ -126,7 +127,7 @@ def measured(possible: Sequence[Bfloat16Product]) -> Comparison:
     """The comparison of `possible` on this processor: from the cache directory, or made now and put there. Processes that start at the
     same time wait for one of them.
     """
-    path = user_cache_path("baton") / f"products-{_key(possible)}.json"
+    path = _cache_directory() / f"products-{_key(possible)}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock"), timeout=_LOCK_TIMEOUT_S):
@@ -186,6 +187,11 @@ def _product(name: Bfloat16Product, weight: torch.Tensor) -> Product:
     return multiply
 
 
+def _cache_directory() -> Path:
+    """As the XDG base directory specification has it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+
+
 def _key(possible: Sequence[Bfloat16Product]) -> str:
     """Of everything that the times depend on, other than the load of the machine."""
     facts = (
@@ -226,16 +232,13 @@ def _lines(comparison: Comparison) -> str:
 
 
 def main() -> None:
-    """Prints what is chosen here, in a line."""
+    """Says in a line what is chosen here."""
     possible = possible_products()
-    if len(possible) == 1:
-        print(possible[0])
-        return
-    comparison = measured(possible)
-    others = ", ".join(name for name in possible if name != comparison.fastest)
-    print(
-        f"{comparison.fastest}, {comparison.advantage():.1f} times as fast as the next of {others}"
-    )
+    line = str(possible[0])
+    if len(possible) > 1:
+        comparison = measured(possible)
+        line = f"{comparison.fastest}, {comparison.advantage():.1f} times as fast as the next of {len(possible)}"
+    sys.stdout.write(line + "\n")
 
 
 if __name__ == "__main__":
