@@ -117,19 +117,22 @@ async def run_worker(child: Child) -> None:
 
 
 async def _run_vllm(child: Child) -> None:
-    """vLLM's core instead of Baton's engine. It hands nothing off."""
+    """vLLM's core instead of Baton's engine."""
     from baton_vllm.build import build_vllm_engine
     from prefill_worker.sink import TransferSink
 
-    config = child.assignment.config
+    config, memory, sink = child.assignment.config, WorkerMemory(), TransferSink()
     built = await call_in_thread(
         build_vllm_engine,
         config.model,
         config.engine,
+        role=_worker_of(child).role,
         secret=bytes.fromhex(config.cluster.secret),
+        memory=memory,
+        sink=sink,
         progress=child.progress,
     )
-    await _serve_engine(child, built, WorkerMemory(), TransferSink(), None)
+    await _serve_engine(child, built, memory, sink, None)
 
 
 async def run_simulated(child: Child) -> None:
@@ -161,7 +164,7 @@ async def _serve_engine(
 
     config, worker = child.assignment.config, _worker_of(child)
     metrics, hello = _metrics(built), _hello(child, built)
-    hands_off = not isinstance(built, BuiltVllm)
+    hands_off = not isinstance(built, BuiltVllm) or built.hands_off
     if not hands_off:
         hello = replace(hello, transfer_address="")  # routers pair it with no other worker
     credentials = ClusterCredentials.from_config(config.cluster, PeerRole.WORKER, worker.worker_id)
@@ -249,6 +252,8 @@ class _Parts:
 
 
 def _hello(child: Child, built: "BuiltEngine | SimulatedEngine | BuiltVllm") -> WorkerHello:
+    from baton_vllm.build import BuiltVllm
+
     worker, limits = _worker_of(child), built.limits
     return WorkerHello(
         identity=WorkerIdentity(
@@ -258,7 +263,7 @@ def _hello(child: Child, built: "BuiltEngine | SimulatedEngine | BuiltVllm") -> 
         layout=built.layout,
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
-        num_blocks=limits.num_blocks,
+        num_blocks=built.num_blocks if isinstance(built, BuiltVllm) else limits.num_blocks,
         max_num_seqs=limits.max_num_seqs,
         transfer_address=worker.advertise_address or worker.address,
     )

@@ -31,12 +31,19 @@ logger = logging.getLogger(__name__)
 
 
 class MatcherConstraint:
-    """A `TokenConstraint` by one of llguidance's matchers."""
+    """A `TokenConstraint` by one of llguidance's matchers.
 
-    __slots__ = ("_matcher",)
+    Args:
+        matcher: Has read the sample's output so far.
+        vocab_size: Of the matcher's tokenizer.
+    """
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    __slots__ = ("_mask_bytes", "_matcher", "_vocab_size")
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._mask_bytes = 4 * -(-vocab_size // 32)
 
     def accept(self, token: int) -> None:
         """See TokenConstraint."""
@@ -44,11 +51,14 @@ class MatcherConstraint:
 
     def fork(self) -> "MatcherConstraint":
         """See TokenConstraint."""
-        return MatcherConstraint(self._matcher.deep_copy())
+        return MatcherConstraint(self._matcher.deep_copy(), self._vocab_size)
 
     def fill(self, bits: NDArray[np.uint32]) -> None:
-        """See TokenConstraint."""
-        bits[:] = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(bits)]
+        """See TokenConstraint. Written in place where the tokenizer knows no more tokens than the model has scores for."""
+        if bits.nbytes == self._mask_bytes:
+            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, self._mask_bytes)
+        else:
+            bits[:] = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(bits)]
 
     @property
     def fault(self) -> BatonError | None:
@@ -91,7 +101,9 @@ class MatcherCompiler:
 
     def _compiled(self, prompt: Prompt) -> TokenConstraint | BatonError:
         try:
-            constraint = MatcherConstraint(self._matcher(prompt.sampling.grammar))
+            constraint = MatcherConstraint(
+                self._matcher(prompt.sampling.grammar), self._tokenizer.vocab_size
+            )
             for token in prompt.output_tokens:
                 constraint.accept(token)
             # The first mask, here already: a grammar too complex for it is refused before any step computes for it.

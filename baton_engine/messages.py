@@ -27,7 +27,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """Prefill for another worker: draw the first token of each sample, then keep the pages until `Release`."""
+    """Prefill for another worker: draw the first token of each sample, or leave that to it, then keep the pages until `Release`."""
 
     kind: ClassVar[LegKind] = LegKind.PREFILL
     seq_id: SeqId
@@ -48,7 +48,7 @@ class Start:
     """The reserved pages hold the prompt's KV; decode from these first tokens.
 
     Samples whose first token already finished them (`finish` set) are not run. With no sample left to run the pages
-    are released at once.
+    are released at once. With no first tokens at all every sample's first one is drawn here.
     """
 
     seq_id: SeqId
@@ -109,6 +109,19 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptComputed:
+    """The KV of a prompt that is prefilled for another worker is complete, and its first tokens are left to that one (only vLLM's core
+    does so): it stands where its first tokens would be told.
+
+    Attributes:
+        prompt_logprobs: Where they were asked for: one entry per prompt token from the second on.
+    """
+
+    seq_id: SeqId
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
     """The sequence is gone and its pages are free or cached: the answer to `Release` and `Abort`."""
 
@@ -123,7 +136,7 @@ class Failed:
     error: BatonError
 
 
-SeqEvent = PrefillStarted | Reserved | Released | Failed
+SeqEvent = PrefillStarted | Reserved | PromptComputed | Released | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Computes the steps that the scheduler plans: copies, layers, sampling. One per rank, on the engine loop's thread."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property, partial
 
 import torch
 
@@ -58,7 +59,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(model.spec.eos_token_ids, model.device, choose_draw(model.device))
         self._scorer = PromptScorer(model.head, model.spec.vocab_size, model.device)
-        self._last_drawn: torch.Tensor | None = None
+        self._last: _UnderWay | None = None
 
     def fetch_from(self, source: KvSource) -> None:
         """Plans may have fetches from now on, and `source` brings them."""
@@ -70,50 +71,42 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """See StepRunner. On a CPU all is computed before this returns."""
+        """See StepRunner. On a CPU all but draws that wait for tokens is computed before this returns."""
         with _named(plan), computing_on(self._model.device):
-            return self._launch(plan)
+            before, self._last = self._last, None  # a step that breaks off leaves none
+            step = self._launch(plan, self._unseen(plan, before))
+            if not _waits_for_tokens(plan):
+                step.draws  # noqa: B018 - drawn at once
+        self._last = step
+        return partial(self._collect, step)
 
-    def _launch(self, plan: StepPlan) -> Launched:
+    def _unseen(self, plan: StepPlan, before: "_UnderWay | None") -> Unseen | None:
+        if not plan.follows or before is None or before.draws is None:
+            return None
+        return Unseen(tokens=before.draws.tokens, places=plan.follows)
+
+    def _launch(self, plan: StepPlan, unseen: Unseen | None) -> "_UnderWay":
         self._arena.copy_pages(plan.copies)
         if not plan.rows:
-            return self._launched(plan, None)
-        unseen = self._unseen(plan)
+            return _UnderWay(plan)
         if self._graphs is not None and self._graphs.takes(plan):
             scored = self._graphs.scores(plan.rows, unseen)
-            return self._launched(
-                plan, self._sampler.sample(scored.logits, plan.rows, scored.greedy)
+            return _UnderWay(
+                plan, partial(self._sampler.sample, scored.logits, plan.rows, scored.greedy)
             )
         hidden, fetched = self._compute(plan, unseen)
         sampling = [row for row in plan.rows if row.samples]
-        draws = self._draw(hidden[: len(sampling)], sampling) if sampling else None
+        sample = self._sampling(hidden[: len(sampling)], sampling) if sampling else None
         scores = self._scorer.score(hidden[len(sampling) :], plan.rows)
-        return self._launched(plan, draws, scores, fetched)
+        return _UnderWay(plan, sample, scores, fetched)
 
-    def _unseen(self, plan: StepPlan) -> Unseen | None:
-        drawn, self._last_drawn = self._last_drawn, None  # a step that breaks off leaves none
-        if not plan.follows or drawn is None:
-            return None
-        return Unseen(tokens=drawn, places=plan.follows)
-
-    def _launched(
-        self,
-        plan: StepPlan,
-        draws: Draws | None,
-        scores: tuple[tuple[TokenLogprobs, ...], ...] = (),
-        fetched: FetchOutcome | None = None,
-    ) -> Launched:
-        """What waits for the step's tokens; for all of it, where it draws none."""
-        self._last_drawn = None if draws is None else draws.tokens
-
-        def collect() -> StepResult:
-            with _named(plan):
-                if draws is None:
-                    wait_for(self._model.device)
-                    return _result(plan, [], {}, scores, fetched)
-                return _result(plan, *draws.read(), scores, fetched)
-
-        return collect
+    @torch.inference_mode()
+    def _collect(self, step: "_UnderWay") -> StepResult:
+        with _named(step.plan), computing_on(self._model.device):
+            if step.draws is not None:
+                return step.result(*step.draws.read())
+            wait_for(self._model.device)
+            return step.result([], {})
 
     def _compute(
         self, plan: StepPlan, unseen: Unseen | None
@@ -124,9 +117,9 @@ class ModelRunner:
             hidden = self._model.hidden(step, self._arena, hooks.between_layers)
         return hidden, hooks.outcome
 
-    def _draw(self, hidden: torch.Tensor, rows: list[Row]) -> Draws:
+    def _sampling(self, hidden: torch.Tensor, rows: list[Row]) -> Callable[[], Draws]:
         """Apart from what is scored, so that no token depends on whether a prompt is scored beside it."""
-        return self._sampler.sample(self._model.head(hidden), rows)
+        return partial(self._sampler.sample, self._model.head(hidden), rows)
 
 
 @contextmanager
@@ -138,31 +131,66 @@ def _named(plan: StepPlan) -> Iterator[None]:
         raise EngineError(f"step {plan.step} failed: {error}") from error
 
 
-def _result(
-    plan: StepPlan,
-    tokens: list[int],
-    logprobs: Mapping[int, TokenLogprobs],
-    scores: tuple[tuple[TokenLogprobs, ...], ...],
-    fetched: FetchOutcome | None,
-) -> StepResult:
-    """Rows whose pages were not brought have failed, those whose grammar did, and of those that should have drawn, those that did
-    not.
+def _waits_for_tokens(plan: StepPlan) -> bool:
+    """Whether what a step draws depends on the tokens of the step before it, which the host has not seen yet."""
+    return bool(plan.follows) and any(row.seq.counts_tokens for row in plan.rows)
+
+
+class _UnderWay:
+    """A step whose scores are computed.
+
+    Args:
+        plan: The step.
+        sample: Draws its tokens from them; None where it draws none.
+        scores: Of prompt tokens; see `StepResult.scores`.
+        fetched: How its fetches went.
     """
-    lost = fetched.failed if fetched is not None else {}
-    failed: list[tuple[int, BatonError]] = []
-    if lost or NO_TOKEN in tokens or any(_fault(row) for row in plan.rows):
-        begin = 0
-        for place, row in enumerate(plan.rows):
-            end = begin + len(row.samples)
-            if (error := lost.get(row.seq.seq_id) or _fault(row)) is not None:
-                failed.append((place, error))
-                tokens[begin:end] = [NO_TOKEN] * len(row.samples)
-            elif NO_TOKEN in tokens[begin:end]:
-                failed.append((place, EngineError(_NOT_FINITE)))
-            begin = end
-    return StepResult(
-        tokens=tokens, logprobs=logprobs, scores=scores, failed=tuple(failed), fetched=fetched
-    )
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        sample: Callable[[], Draws] | None = None,
+        scores: tuple[tuple[TokenLogprobs, ...], ...] = (),
+        fetched: FetchOutcome | None = None,
+    ) -> None:
+        self.plan = plan
+        self._sample = sample
+        self._scores = scores
+        self._fetched = fetched
+
+    @cached_property
+    def draws(self) -> Draws | None:
+        """What it draws, drawn when this is first read."""
+        if self._sample is None:
+            return None
+        draws = self._sample()
+        self._sample = None  # it holds the scores
+        return draws
+
+    def result(self, tokens: list[int], logprobs: Mapping[int, TokenLogprobs]) -> StepResult:
+        """Rows whose pages were not brought have failed, those whose grammar did, and of those that should have drawn, those that
+        did not.
+        """
+        plan, fetched = self.plan, self._fetched
+        lost = fetched.failed if fetched is not None else {}
+        failed: list[tuple[int, BatonError]] = []
+        if lost or NO_TOKEN in tokens or any(_fault(row) for row in plan.rows):
+            begin = 0
+            for place, row in enumerate(plan.rows):
+                end = begin + len(row.samples)
+                if (error := lost.get(row.seq.seq_id) or _fault(row)) is not None:
+                    failed.append((place, error))
+                    tokens[begin:end] = [NO_TOKEN] * len(row.samples)
+                elif NO_TOKEN in tokens[begin:end]:
+                    failed.append((place, EngineError(_NOT_FINITE)))
+                begin = end
+        return StepResult(
+            tokens=tokens,
+            logprobs=logprobs,
+            scores=self._scores,
+            failed=tuple(failed),
+            fetched=fetched,
+        )
 
 
 def _fault(row: Row) -> BatonError | None:

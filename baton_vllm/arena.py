@@ -5,7 +5,7 @@ then lie as our arenas do: layers outermost, pages one after the other, in each 
 the attention backend alone, so that whatever decides it stands in the layout's fingerprint.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,15 @@ class VllmArena(TorchFunctionMode):
 
     Args:
         memory: Where from. Host memory only: nothing here tells when a GPU has computed a layer.
-        model: Digest of the model's config and weights.
+
+    Attributes:
+        misfit: Why its pages cannot be handed off, once it is known; None where they can.
     """
 
-    def __init__(self, memory: ArenaAllocator, model: str) -> None:
+    def __init__(self, memory: ArenaAllocator) -> None:
         super().__init__()
+        self.misfit: ConfigError | None = None
         self._memory = memory
-        self._model = model
         self._bytes: ArenaBytes | None = None
         self._layout: KvLayout | None = None
         self._pages = 0
@@ -61,24 +63,37 @@ class VllmArena(TorchFunctionMode):
     ) -> None:
         """vLLM's views of its cache, `[num_blocks, num_kv_heads, block_tokens, 2 * head_dim]` for each layer.
 
+        Where they do not lie as an arena's layers do, `misfit` names the layer and what differs.
+
         Args:
             views: By the layer's name. Layers that share a cache are one.
             block_tokens: Tokens in a block, of the cache's specification.
-            facts: What else decides the bytes of a page: vLLM's version, the attention backend, the kind of processor.
-
-        Raises:
-            ConfigError: They do not lie as an arena's layers do; names the layer and what differs.
+            facts: What else decides the bytes of a page: the model, vLLM's version, the attention backend, the kind of processor.
         """
+        layers = _own_layers(views)
+        indices = {view.data_ptr(): index for index, (_, view) in enumerate(layers)}
+        self._layer_index = {name: indices[view.data_ptr()] for name, view in views.items()}
+        try:
+            self._layout = self._layout_of(layers, block_tokens, facts)
+            self._pages = layers[0][1].shape[0]
+        except ConfigError as error:
+            self.misfit = error
+
+    def _layout_of(
+        self,
+        layers: Sequence[tuple[str, torch.Tensor]],
+        block_tokens: int,
+        facts: Mapping[str, str],
+    ) -> KvLayout:
         if self._bytes is None:
             raise ConfigError("vLLM did not allocate its KV cache where its connector told it to")
-        layers = _own_layers(views)
         shape, dtype = layers[0][1].shape, str(layers[0][1].dtype).removeprefix("torch.")
         if len(shape) != 4 or shape[2] != block_tokens or shape[3] % 2 or dtype not in DTYPE_BYTES:
             raise ConfigError(
                 f"KV pages of shape {list(shape)} and {dtype} cannot be handed off between vLLM workers (blocks of {block_tokens} tokens)"
             )
         layout = KvLayout(
-            model_fingerprint=_fingerprint({"model": self._model, **facts}),
+            model_fingerprint=" ".join(f"{name}={value}" for name, value in facts.items()),
             dtype=dtype,
             block_tokens=block_tokens,
             num_kv_heads=shape[1],
@@ -96,24 +111,22 @@ class VllmArena(TorchFunctionMode):
                 raise ConfigError(
                     f"KV pages of layer {name} do not follow each other as those of {layers[0][0]} do; they cannot be handed off"
                 )
-        self._layout, self._pages = layout, shape[0]
-        indices = {view.data_ptr(): index for index, (_, view) in enumerate(layers)}
-        self._layer_index = {name: indices[view.data_ptr()] for name, view in views.items()}
+        return layout
 
     @property
     def layout(self) -> KvLayout:
-        """Of the pages.
+        """Of the pages. By its fingerprint's names a refusal at the hello says what differs.
 
         Raises:
-            InvariantError: vLLM has not allocated its cache yet.
+            InvariantError: vLLM has not allocated its cache yet, or has done so otherwise (`misfit`).
         """
         if self._layout is None:
-            raise InvariantError("vLLM has not allocated its KV cache yet")
+            raise InvariantError("the KV cache that vLLM allocated is not laid out as an arena")
         return self._layout
 
     @property
     def num_blocks(self) -> int:
-        """Pages that vLLM may hand out; the spare one behind them is not among them."""
+        """Pages before the spare one, the first of which is vLLM's null block."""
         return self._pages - SPARE_BLOCKS
 
     def layer_index(self, name: str) -> int:
@@ -127,8 +140,3 @@ def _own_layers(views: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tens
     for name, view in views.items():
         own.setdefault(view.data_ptr(), (name, view))
     return [own[address] for address in sorted(own)]
-
-
-def _fingerprint(facts: Mapping[str, str]) -> str:
-    """By name, so that a refusal at the hello says what differs."""
-    return " ".join(f"{name}={value}" for name, value in facts.items())

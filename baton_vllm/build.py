@@ -1,21 +1,26 @@
 """Builds the engine of a worker that runs vLLM. What such a worker's process does first; nothing of vLLM is imported before."""
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from blake3 import blake3
+from typing import TYPE_CHECKING, Any
 
 from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import ConfigError, ModelLoadError
-from baton.ids import LayerName
+from baton.ids import LayerName, Role
 from baton.layout import KvLayout
+from baton_engine.ports import ArenaAllocator, LayerSink
 from baton_engine.scheduling.limits import EngineLimits
 from baton_vllm.block_events import BlockNames
+from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.host import VllmEngineHost
-from baton_vllm.settings import engine_arguments, installed_version, missing
+from baton_vllm.settings import engine_arguments, missing
+
+if TYPE_CHECKING:
+    from baton_vllm.arena import VllmArena
+
+logger = logging.getLogger(__name__)
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core computes in this process, not in a child
@@ -34,18 +39,25 @@ class BuiltVllm:
         host: The engine; attach its owner, then `start` it.
         layout: Shape of its KV pages. What is in them is vLLM's: the fingerprint names its version and where it computes.
         limits: What it takes.
+        num_blocks: Pages that a peer may be granted: all but the spare one. vLLM's null block is among them, and never granted.
+        hands_off: Whether its pages can be handed to another worker, and another's to it.
     """
 
     host: VllmEngineHost
     layout: KvLayout
     limits: EngineLimits
+    num_blocks: int
+    hands_off: bool
 
 
 def build_vllm_engine(
     model: ModelConfig,
     config: EngineConfig,
     *,
+    role: Role,
     secret: bytes,
+    memory: ArenaAllocator,
+    sink: LayerSink,
     progress: Callable[[str, float | None], None],
 ) -> BuiltVllm:
     """Has vLLM load the model and take the memory for its KV pages. Blocks, for minutes with a large model.
@@ -53,11 +65,15 @@ def build_vllm_engine(
     Args:
         model: Which model and how to hold it.
         config: The engine's limits, and vLLM's own settings.
+        role: What the worker is to be.
         secret: The cluster secret, 32 bytes.
+        memory: Gives the KV pages their bytes, on a CPU.
+        sink: Told of pages that are to be sent.
         progress: Called with what is being done.
 
     Raises:
-        ConfigError: vLLM is missing or of another version, or a setting is not one that it takes.
+        ConfigError: vLLM is missing or of another version, a setting is not one that it takes, or pages would have to be handed off
+            that cannot be.
         ModelLoadError: vLLM refuses the model; in its words.
     """
     if (why := missing()) is not None:
@@ -65,38 +81,58 @@ def build_vllm_engine(
     for name, value in _ENVIRONMENT.items():
         os.environ[name] = value
     progress("importing vLLM", None)
-    core, vllm_config = _open(model, config, progress)
+    from baton_vllm.arena import VllmArena
+
+    hand_offs, arena = VllmHandOffs(sink), VllmArena(memory)
+    core, vllm_config = _open(model, config, hand_offs, arena, progress)
     from baton_vllm.core import VllmCore
 
     spec = _page_spec(core)
-    layout = _layout(core, vllm_config, spec)
+    if arena.misfit is not None:
+        if role is not Role.HYBRID:
+            raise arena.misfit
+        logger.warning("this worker hands nothing off: %s", arena.misfit)
+    layout = arena.layout if arena.misfit is None else _layout(core, vllm_config, spec)
     limits = EngineLimits(
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
         max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         max_model_len=vllm_config.model_config.max_model_len,
         block_tokens=spec.block_size,
-        num_blocks=vllm_config.cache_config.num_gpu_blocks - 1,  # one is vLLM's null block
+        # One is vLLM's null block; the spare one has been taken out of its pool.
+        num_blocks=core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
         vocab_size=vllm_config.model_config.get_vocab_size(),
     )
     eos_ids, names = _eos_ids(vllm_config.model_config), BlockNames(secret, layout)
     hosted = VllmCore(core, eos_ids)
     hosted.tell_blocks(names)
     host = VllmEngineHost(
-        hosted, limits, stop_ids=frozenset(eos_ids), take_block_changes=names.take
+        hosted, hand_offs, limits, stop_ids=frozenset(eos_ids), take_block_changes=names.take
     )
-    return BuiltVllm(host=host, layout=layout, limits=limits)
+    hands_off = arena.misfit is None
+    return BuiltVllm(
+        host=host,
+        layout=layout,
+        limits=limits,
+        num_blocks=arena.num_blocks if hands_off else limits.num_blocks,
+        hands_off=hands_off,
+    )
 
 
 def _open(
-    model: ModelConfig, config: EngineConfig, progress: Callable[[str, float | None], None]
+    model: ModelConfig,
+    config: EngineConfig,
+    hand_offs: VllmHandOffs,
+    arena: "VllmArena",
+    progress: Callable[[str, float | None], None],
 ) -> tuple[Any, Any]:
-    """vLLM's core and its whole configuration."""
+    """vLLM's core and its whole configuration. On a CPU its connector is Baton's, and its KV cache lies in `arena`."""
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
+    from baton_vllm.connector import CONNECTOR_CONFIG, connector_objects
     from baton_vllm.core import ToldScheduler
 
     arguments = engine_arguments(model, config)
@@ -108,6 +144,12 @@ def _open(
         )
     if device == "cpu":
         arguments.setdefault("kv_cache_memory_bytes", _CPU_CACHE_BYTES)
+        objects = connector_objects(hand_offs, arena)
+        arguments["kv_transfer_config"] = CONNECTOR_CONFIG | {"kv_connector_extra_config": objects}
+    else:
+        arena.misfit = ConfigError(
+            "engine.kind vllm: KV is handed off by workers on CPUs only: on a GPU a worker has to be hybrid"
+        )
     progress("vLLM loads the model", None)
     try:
         vllm_config = EngineArgs(
@@ -139,33 +181,21 @@ def _page_spec(core: Any) -> Any:
 
 
 def _layout(core: Any, vllm_config: Any, spec: Any) -> KvLayout:
-    layers = core.scheduler.kv_cache_config.kv_cache_groups[0].layer_names
+    """Of pages that are not handed off."""
+    from baton_vllm.connector import page_facts
+
+    facts = page_facts(vllm_config, core.scheduler.kv_cache_config)
     return KvLayout(
-        model_fingerprint=_fingerprint(vllm_config, type(spec).__name__),
+        model_fingerprint=" ".join(f"{name}={value}" for name, value in facts.items()),
         dtype=str(spec.dtype).removeprefix("torch."),
         block_tokens=spec.block_size,
         num_kv_heads=getattr(spec, "num_kv_heads", 1),
         head_dim=getattr(spec, "head_size", 1),
-        layers=tuple(LayerName(name) for name in layers),
+        layers=tuple(
+            LayerName(name)
+            for name in core.scheduler.kv_cache_config.kv_cache_groups[0].layer_names
+        ),
     )
-
-
-def _fingerprint(vllm_config: Any, kind: str) -> str:
-    """What fixes the bytes of a page beside its shape: the model, vLLM, and where and how it computes."""
-    from vllm.platforms import current_platform
-
-    model = vllm_config.model_config
-    files = sorted(Path(model.model).glob("*.safetensors")) if Path(model.model).is_dir() else []
-    parts = [
-        f"vllm {installed_version()}",
-        f"attention {vllm_config.attention_config.backend}",
-        f"processor {current_platform.device_type} {current_platform.get_cpu_architecture()}",
-        f"layout {vllm_config.cache_config.kv_cache_layout} {kind}",
-        f"model {model.hf_config.to_json_string()} {model.dtype} {model.quantization}",
-        f"revision {model.revision}",
-        *(f"{file.name} {file.stat().st_size}" for file in files),
-    ]
-    return f"vllm-{blake3(chr(0).join(parts).encode()).hexdigest()[:32]}"
 
 
 def _eos_ids(model: Any) -> tuple[int, ...]:

@@ -4,15 +4,19 @@ vLLM makes two of these, one for its scheduler and one for its worker; both live
 against vLLM 0.32: the interface is experimental there.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
+from blake3 import blake3
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from baton.ids import SeqId
@@ -34,14 +38,29 @@ def connector_objects(hand_offs: VllmHandOffs, arena: VllmArena) -> dict[str, An
     return {"hand_offs": hand_offs, "arena": arena}
 
 
-def go_on_from(request: Any, token: int) -> None:
-    """A request that waits for its prompt's KV gets the first token behind its prompt: so vLLM computes that token next, and no part
-    of the prompt again. To be called before the request is named as received.
-    """
-    request.prompt_token_ids.append(token)
-    request._all_token_ids.append(token)
-    request.num_prompt_tokens += 1
-    request.update_block_hashes()
+def page_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
+    """What decides the bytes of a page beside its shape: the model, vLLM, and where and how it computes."""
+    model = vllm_config.model_config
+    config = {k: v for k, v in model.hf_config.to_dict().items() if k != "_name_or_path"}
+    files = sorted(Path(model.model).glob("*.safetensors")) if Path(model.model).is_dir() else []
+    parts = [
+        json.dumps(config, sort_keys=True, default=str),
+        f"{model.dtype} {model.quantization} {model.revision}",
+        *(f"{file.name} {file.stat().st_size}" for file in files),
+    ]
+    layers = vllm_config.compilation_config.static_forward_context
+    names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+    backends = {layers[name].get_attn_backend().get_name() for name in names}
+    on_cpu = current_platform.is_cpu()
+    return {
+        "model": blake3("\0".join(parts).encode()).hexdigest()[:32],
+        "vllm": vllm.__version__,
+        "attention": "+".join(sorted(backends)),
+        "processor": torch.backends.cpu.get_cpu_capability()
+        if on_cpu
+        else current_platform.get_device_name().replace(" ", "-"),
+        "pages": str(kv_cache_config.kv_cache_layout),
+    }
 
 
 class BatonConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -56,6 +75,8 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         objects = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._hand_offs: VllmHandOffs = objects["hand_offs"]
         self._arena: VllmArena = objects["arena"]
+        self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._pool: Any = None
 
     # Its worker's half.
 
@@ -65,17 +86,9 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV cache is there."""
-        block_tokens = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._hand_offs.use_blocks_of(block_tokens)
-        layers = self._vllm_config.compilation_config.static_forward_context
-        backends = {layers[name].get_attn_backend().get_name() for name in kv_caches}
-        facts = {
-            "vllm": vllm.__version__,
-            "attention": "+".join(sorted(backends)),
-            "processor": torch.backends.cpu.get_cpu_capability(),
-            "pages": str(self._kv_cache_config.kv_cache_layout),
-        }
-        self._arena.register(kv_caches, block_tokens, facts)
+        self._hand_offs.use_blocks_of(self._block_tokens)
+        facts = page_facts(self._vllm_config, self._kv_cache_config)
+        self._arena.register(kv_caches, self._block_tokens, facts)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """KV comes from a peer, not from here."""
@@ -106,15 +119,23 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """The last page is never handed out: peers probe their way into the arena with it (`baton.layout.SPARE_BLOCKS`)."""
         gpu_block_pool.free_block_queue.remove(gpu_block_pool.blocks[-1])
         gpu_block_pool.num_gpu_blocks -= 1
+        self._pool = gpu_block_pool
 
     def get_num_new_matched_tokens(
         self,
         request: Any,
         num_computed_tokens: int,
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         """How much of a prompt comes from elsewhere, while the request waits."""
-        tokens = self._hand_offs.matched_tokens(SeqId(request.request_id), num_computed_tokens)
-        return tokens, tokens > 0
+        seq_id = SeqId(request.request_id)
+        if seq_id not in self._hand_offs:
+            return 0, False
+        held = request.block_hashes[: num_computed_tokens // self._block_tokens]
+        cached = [self._pool.get_cached_block(name, [0]) for name in held]
+        num_shared = sum(bool(blocks and blocks[0].ref_cnt) for blocks in cached)
+        num_free = self._pool.get_num_free_blocks() + num_shared
+        tokens = self._hand_offs.matched_tokens(seq_id, num_computed_tokens, num_free)
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(
         self,
@@ -148,7 +169,6 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 num_tokens=num_tokens[req_id],
                 anew=req_id in cached.resumed_req_ids,
             )
-        self._hand_offs.before_step()
         return BatonConnectorMetadata()
 
     def request_finished(
@@ -158,4 +178,6 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> tuple[bool, None]:
         """A request is over, and its blocks are about to be given back."""
         complete = request.status in _COMPLETE
-        return self._hand_offs.finished(SeqId(request.request_id), complete=complete), None
+        failed = request.status == RequestStatus.FINISHED_ERROR
+        seq_id = SeqId(request.request_id)
+        return self._hand_offs.finished(seq_id, complete=complete, failed=failed), None

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinish
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
 
 from baton.errors import InvalidRequestError
 from baton.generation import FinishReason, TokenLogprobs
@@ -46,9 +47,21 @@ class ToldScheduler(Scheduler):
                     num_sequences=len(output.num_scheduled_tokens),
                     num_tokens=output.total_num_scheduled_tokens,
                     context_tokens=sum(before),
+                    is_idle=self._is_idle(output),
                 )
             )
         return output
+
+    def _is_idle(self, output: Any) -> bool:
+        """Where a request has been preempted the next step may begin another one; grammars become ready by themselves."""
+        return not (
+            output.total_num_scheduled_tokens
+            or output.preempted_req_ids
+            or any(
+                request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+                for request in self.waiting
+            )
+        )
 
 
 class VllmCore:
@@ -97,6 +110,14 @@ class VllmCore:
         """See CorePort."""
         if request_ids:
             self._core.abort_requests(list(request_ids))
+
+    def go_on(self, request_id: str, token: int) -> None:
+        """See CorePort. vLLM computes the token's KV next, and no part of the prompt again."""
+        request = self._core.scheduler.requests[request_id]
+        request.prompt_token_ids.append(token)
+        request._all_token_ids.append(token)
+        request.num_prompt_tokens += 1
+        request.update_block_hashes()
 
     def has_work(self) -> bool:
         """See CorePort."""

@@ -11,12 +11,11 @@ vLLM gives blocks back at once when a request ends, but for two kinds: those who
 names them as sent, and those that wait for KV from elsewhere, until the worker names them as received.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from baton.errors import InvalidRequestError, InvariantError
-from baton.generation import Prompt
+from baton.errors import InvariantError
 from baton.ids import BlockId, LegKind, SeqId
 from baton_engine.messages import PrefillStarted, Released, Reserved, SeqEvent
 from baton_engine.ports import LayerReady, LayerSink, PageExport
@@ -51,6 +50,7 @@ class _Sequence:
 
     Attributes:
         num_tokens: Of its prompt.
+        room_tokens: Those that it has to have room for before anything else of it can run.
         blocks: vLLM's, in order, as far as it has them.
         num_exported: Leading ones that the sink was told of.
         tells_released: Whether its end is told.
@@ -59,6 +59,7 @@ class _Sequence:
     seq_id: SeqId
     kind: LegKind
     num_tokens: int
+    room_tokens: int
     state: PageState
     blocks: list[BlockId] = field(default_factory=list)
     num_exported: int = 0
@@ -72,47 +73,16 @@ class _Sequence:
         self.state = state
 
 
-def refusal(prompt: Prompt) -> InvalidRequestError | None:
-    """Why a pair of vLLM workers cannot serve `prompt`, or None.
-
-    The receiving worker is given the first token as part of the prompt, since vLLM would compute and draw it anew otherwise. What
-    counts generated tokens would miss it.
-    """
-    sampling = prompt.sampling
-    if len(prompt.samples) != 1:
-        return _unserved("n", "other than 1")
-    for name in ("presence_penalty", "frequency_penalty"):
-        if getattr(sampling, name):
-            return _unserved(name, "other than 0")
-    if sampling.grammar:
-        return _unserved("response_format", "a form that the answer is held to")
-    if any(len(word) > 1 for word in sampling.bad_words):
-        return _unserved("bad_words", "of more than one token")
-    return None
-
-
-def _unserved(param: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{param}: {what} cannot be had where one vLLM worker prefills and another decodes; a hybrid one takes it",
-        param=param,
-    )
-
-
 class VllmHandOffs:
     """The sequences of one engine that are handed off. Not thread-safe: the engine's thread owns it.
 
-    The host gives vLLM a request for each, under the same id: to prefill one that ends after one token; to receive one that
-    generates one token less than was asked for.
+    The host gives vLLM a request for each, under the same id (`baton_vllm.requests`).
 
     Args:
-        tell: Gets what is known before a step, on the engine's thread.
         sink: Told of pages that are to be sent; None where none are.
     """
 
-    def __init__(
-        self, tell: Callable[[Sequence[SeqEvent]], None], sink: LayerSink | None = None
-    ) -> None:
-        self._tell = tell
+    def __init__(self, sink: LayerSink | None = None) -> None:
         self._sink = sink
         self._block_tokens = 0
         self._sequences: dict[SeqId, _Sequence] = {}
@@ -126,49 +96,52 @@ class VllmHandOffs:
     # The host: one call per command.
 
     def prefill(self, seq_id: SeqId, num_tokens: int) -> None:
-        """vLLM is about to get a request whose pages are to be kept for another worker."""
-        self._add(seq_id, LegKind.PREFILL, num_tokens, _S.COMPUTING)
+        """vLLM has got a request, and made no step since, whose pages are to be kept for another worker."""
+        self._add(seq_id, LegKind.PREFILL, num_tokens, num_tokens, _S.COMPUTING)
 
-    def receive(self, seq_id: SeqId, num_tokens: int) -> None:
-        """vLLM is about to get a request whose prompt is computed elsewhere."""
-        self._add(seq_id, LegKind.RECEIVE, num_tokens, _S.WAITING)
+    def receive(self, seq_id: SeqId, num_tokens: int, *, room_tokens: int) -> None:
+        """vLLM has got a request, and made no step since, whose prompt is computed elsewhere.
 
-    def start(self, seq_id: SeqId, *, goes_on: bool) -> bool:
+        Args:
+            seq_id: Of the sequence.
+            num_tokens: Of its prompt.
+            room_tokens: With the one that is computed first once the prompt is here.
+        """
+        self._add(seq_id, LegKind.RECEIVE, num_tokens, room_tokens, _S.WAITING)
+
+    def start(self, seq_id: SeqId, *, goes_on: bool) -> None:
         """The reserved blocks hold the prompt's KV.
 
         Args:
             seq_id: Of the sequence.
             goes_on: Whether there is anything left to generate. If not, vLLM's request is to be aborted now, and no end is told.
 
-        Returns:
-            Whether it is still here.
-
         Raises:
             InvariantError: It holds no reservation.
         """
         sequence = self._sequences.get(seq_id)
         if sequence is None:
-            return False
+            raise InvariantError(f"{seq_id} is not handed off, and cannot be started")
         sequence.move(_S.STARTED)
         sequence.tells_released = goes_on
-        return True
 
-    def end(self, seq_id: SeqId) -> bool:
-        """The hand-off is over, whether done or not: nobody reads the blocks any more, nor writes to them.
+    def end(self, seq_id: SeqId, *, tells: bool = True) -> None:
+        """The hand-off is over, whether done or not: nobody reads the blocks any more, nor writes to them. vLLM's request is to be
+        aborted now, if it is not over. Right at any moment, also for a sequence that was never one of these.
 
-        Returns:
-            Whether vLLM has to abort its request; False where that is over, or was never one of these.
+        Args:
+            seq_id: Of the sequence.
+            tells: Whether its end is told from here.
         """
         sequence = self._sequences.get(seq_id)
-        if sequence is None or sequence.state is _S.ENDING:
-            return False
-        if sequence.state is not _S.KEPT:
-            return True
-        sequence.move(_S.ENDING)
-        return False
+        if sequence is None:
+            return
+        sequence.tells_released &= tells
+        if sequence.state is _S.KEPT:
+            sequence.move(_S.ENDING)
 
     def __contains__(self, seq_id: SeqId) -> bool:
-        """Whether its end is told from here."""
+        """Whether it is one of these, and has blocks or waits for them."""
         return seq_id in self._sequences
 
     @property
@@ -177,17 +150,31 @@ class VllmHandOffs:
         return any(s.state in (_S.STARTED, _S.ENDING) for s in self._sequences.values())
 
     def take_events(self) -> list[SeqEvent]:
-        """What the last step did; vLLM has given back the blocks of those that are released."""
+        """What has happened since the last call: behind a step, or before its model runs. vLLM has given back the blocks of those
+        that are released.
+        """
         events, self._events = self._events, []
         return events
 
     # vLLM's scheduler.
 
-    def matched_tokens(self, seq_id: SeqId, num_cached: int) -> int:
-        """How many of a request's tokens come from elsewhere, behind the `num_cached` that this worker's prefix cache has."""
+    def matched_tokens(self, seq_id: SeqId, num_cached: int, num_free: int) -> int | None:
+        """How many of a request's tokens come from elsewhere, behind the `num_cached` that this worker's prefix cache has; None for as
+        long as the `num_free` blocks, those included that it shares with requests that run, are too few.
+
+        vLLM gives a prompt that is received its own blocks only, and preempts none that waits: were all blocks held by prompts that
+        need one more for their next token, none could ever go on. So room is left for that one of each.
+        """
         sequence = self._sequences.get(seq_id)
         if sequence is None or sequence.state is not _S.WAITING:
             return 0
+        needed = self._num_blocks(sequence.room_tokens) + sum(
+            self._num_blocks(other.room_tokens) - self._num_blocks(other.num_tokens)
+            for other in self._sequences.values()
+            if other.state in (_S.RESERVED, _S.STARTED)
+        )
+        if needed > num_free:
+            return None
         sequence.num_cached = num_cached
         return sequence.num_tokens - num_cached
 
@@ -198,7 +185,7 @@ class VllmHandOffs:
             return
         sequence.move(_S.RESERVED)
         sequence.blocks = [BlockId(block) for block in blocks]
-        if len(sequence.blocks) != self._num_blocks(sequence):
+        if len(sequence.blocks) != self._num_blocks(sequence.num_tokens):
             raise InvariantError(
                 f"{seq_id} was given {len(blocks)} blocks for {sequence.num_tokens} tokens"
             )
@@ -229,23 +216,21 @@ class VllmHandOffs:
             sequence.blocks, sequence.num_exported, sequence.num_cached = [], 0, start
             self._events.append(
                 PrefillStarted(
-                    seq_id=seq_id, num_blocks=self._num_blocks(sequence), cached_tokens=start
+                    seq_id=seq_id,
+                    num_blocks=self._num_blocks(sequence.num_tokens),
+                    cached_tokens=start,
                 )
             )
         sequence.blocks += [BlockId(block) for block in blocks]
         self._export(sequence, start + num_tokens)
 
-    def before_step(self) -> None:
-        """Tells what vLLM's scheduler decided, so that a hand-off can be prepared while the step computes."""
-        if self._events:
-            self._tell(self.take_events())
-
-    def finished(self, seq_id: SeqId, *, complete: bool) -> bool:
+    def finished(self, seq_id: SeqId, *, complete: bool, failed: bool = False) -> bool:
         """vLLM's request is over.
 
         Args:
             seq_id: Of the request.
-            complete: Whether it drew what it was to draw; False for one that was aborted.
+            complete: Whether it drew what it was to draw; False for one that was aborted or has failed.
+            failed: Whether vLLM could not go on with it, which its output says.
 
         Returns:
             Whether its blocks stay until it is named as sent.
@@ -253,6 +238,7 @@ class VllmHandOffs:
         sequence = self._sequences.get(seq_id)
         if sequence is None:
             return False
+        sequence.tells_released &= not failed
         match sequence.state:
             case _S.COMPUTING if complete:
                 sequence.move(_S.KEPT)
@@ -291,10 +277,12 @@ class VllmHandOffs:
                 del self._sequences[sequence.seq_id]
         return sent, received
 
-    def _add(self, seq_id: SeqId, kind: LegKind, num_tokens: int, state: PageState) -> None:
+    def _add(
+        self, seq_id: SeqId, kind: LegKind, num_tokens: int, room_tokens: int, state: PageState
+    ) -> None:
         if seq_id in self._sequences:
             raise InvariantError(f"sequence {seq_id} was submitted twice")
-        self._sequences[seq_id] = _Sequence(seq_id, kind, num_tokens, state)
+        self._sequences[seq_id] = _Sequence(seq_id, kind, num_tokens, room_tokens, state)
 
     def _forget(self, sequence: _Sequence) -> None:
         del self._sequences[sequence.seq_id]
@@ -305,7 +293,7 @@ class VllmHandOffs:
         """Pages that are complete once `computed` tokens are; the first time this includes those that were cached."""
         first = sequence.num_exported
         is_last = computed == sequence.num_tokens
-        end = self._num_blocks(sequence) if is_last else computed // self._block_tokens
+        end = self._num_blocks(sequence.num_tokens) if is_last else computed // self._block_tokens
         if end == first:
             return
         pages = tuple(sequence.blocks[first:end])
@@ -314,5 +302,5 @@ class VllmHandOffs:
         self._exports.append(PageExport(seq_id=sequence.seq_id, first_block=first, blocks=pages))
         sequence.num_exported = end
 
-    def _num_blocks(self, sequence: _Sequence) -> int:
-        return -(-sequence.num_tokens // self._block_tokens)
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_tokens)

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
 from baton.blocks import BlockChanges
@@ -16,20 +16,22 @@ from baton.clock import Clock, MonotonicClock
 from baton.errors import (
     BatonError,
     EngineError,
+    InvalidRequestError,
     InvariantError,
-    UnsupportedParameterError,
 )
 from baton.generation import FinishReason, Prompt, TokenLogprobs, WorkerLoad
-from baton.ids import BlockKey, SeqId
+from baton.ids import BlockKey, LegKind, SeqId
 from baton.story import StoryEntry, StoryLog
 from baton_engine.messages import (
     Abort,
+    AddRequest,
     Command,
     Failed,
     FlushCache,
     Generate,
     Prefill,
     PrefillStarted,
+    PromptComputed,
     Receive,
     Release,
     Released,
@@ -39,8 +41,16 @@ from baton_engine.messages import (
     StepEvents,
 )
 from baton_engine.scheduling.limits import EngineLimits
+from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.ports import CoreOutput, CorePort, Scheduled
-from baton_vllm.requests import core_requests, refusal
+from baton_vllm.requests import (
+    CoreRequest,
+    core_requests,
+    prefill_request,
+    receive_requests,
+    receiver_draws_first,
+    refusal,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +62,7 @@ class _Sequence:
     """One prompt that is served.
 
     Attributes:
+        kind: Where it is computed and decoded.
         prompt: What was asked.
         open: Samples that have not ended.
         without_token: Samples that have not drawn yet.
@@ -59,6 +70,7 @@ class _Sequence:
         started: Whether its prompt has been begun.
     """
 
+    kind: LegKind
     prompt: Prompt
     open: set[int]
     without_token: set[int]
@@ -66,8 +78,9 @@ class _Sequence:
     started: bool = False
 
     def request_ids(self, seq_id: SeqId) -> list[str]:
-        """vLLM's names of the samples that have not ended."""
-        return [f"{seq_id}/{sample}" for sample in sorted(self.open)]
+        """vLLM's names of the samples that have not ended, and of one that is handed off."""
+        samples = [f"{seq_id}/{sample}" for sample in sorted(self.open)]
+        return samples if self.kind is LegKind.GENERATE else [seq_id, *samples]
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +100,7 @@ class VllmEngineHost:
 
     Args:
         core: vLLM; the engine thread's from `start` on.
+        hand_offs: What vLLM's connector shares with this host.
         limits: What it takes.
         stop_ids: The model's end-of-sequence ids.
         take_block_changes: What has changed in the blocks that its prefix cache holds.
@@ -96,6 +110,7 @@ class VllmEngineHost:
     def __init__(
         self,
         core: CorePort,
+        hand_offs: VllmHandOffs,
         limits: EngineLimits,
         *,
         stop_ids: frozenset[int] = frozenset(),
@@ -103,6 +118,7 @@ class VllmEngineHost:
         clock: Clock | None = None,
     ) -> None:
         self._core = core
+        self._hand_offs = hand_offs
         self._limits = limits
         self._stop_ids = stop_ids
         self._take_block_changes = take_block_changes
@@ -113,6 +129,7 @@ class VllmEngineHost:
         self._sequences: dict[SeqId, _Sequence] = {}
         self._counts = _Counts()
         self._is_closing = False
+        self._is_idle = False
         self._busy_since_s: float | None = None
         self._failure: BaseException | None = None
         self._cores: Sequence[int] = ()
@@ -169,12 +186,16 @@ class VllmEngineHost:
             self._failure = error
 
     def turn(self) -> None:
-        """Takes the commands that are there, and computes one step; waits for a command where there is nothing to compute."""
-        events = self._take_commands(wait=not self._core.has_work())
+        """Takes the commands that are there, and computes one step; waits for a command where a step would do nothing."""
+        events = self._take_commands(wait=not self._has_work())
         if events:
             self._tell(events)
-        if not self._is_closing and self._core.has_work():
+        if not self._is_closing and self._has_work():
             self._step()
+
+    def _has_work(self) -> bool:
+        """What is handed off may keep requests waiting, and blocks from those that need some, until a command comes."""
+        return self._hand_offs.has_news or (self._core.has_work() and not self._is_idle)
 
     def _take_commands(self, *, wait: bool) -> list[SeqEvent]:
         events: list[SeqEvent] = []
@@ -191,61 +212,115 @@ class VllmEngineHost:
         return events
 
     def _take(self, command: Command | None) -> list[SeqEvent]:
+        self._is_idle = False
         events: list[SeqEvent] = []
         match command:
             case None:
                 self._is_closing = True
                 return []
-            case Generate():
-                events = self._generate(command)
-            case Abort():
-                events = self._abort(command.seq_id)
+            case Generate() | Prefill() | Receive():
+                events = self._arrive(command)
+            case Start():
+                events = self._start(command)
+            case Release() | Abort():
+                events = self._end(command.seq_id)
             case FlushCache():
                 self._core.flush()
                 self._tell([])
                 return []
-            case Release():
-                events = [Released(seq_id=command.seq_id)]
-            case Prefill() | Receive() | Start():
-                error = UnsupportedParameterError("the engine vllm does not hand KV off yet")
-                events = [Failed(seq_id=command.seq_id, error=error)]
         self._story.record(command.seq_id, self._clock.now_s(), command, events)
         return events
 
-    def _generate(self, command: Generate) -> list[SeqEvent]:
-        seq_id, prompt = command.seq_id, command.prompt
-        refused: BatonError | None = self._limits.refusal(prompt, decodes_here=True)
+    def _arrive(self, asked: AddRequest) -> list[SeqEvent]:
+        seq_id, kind, prompt = asked.seq_id, asked.kind, asked.prompt
+        refused: BatonError | None = self._limits.refusal(
+            prompt, decodes_here=kind is not LegKind.PREFILL
+        )
         refused = refused or refusal(prompt, self._stop_ids)
+        if refused is None:
+            refused = self._add(_requests(asked))
         if refused is not None:
             return [Failed(seq_id=seq_id, error=refused)]
+        self._sequences[seq_id] = _Sequence(
+            kind=kind, prompt=prompt, open=set(prompt.samples), without_token=set(prompt.samples)
+        )
+        if kind is LegKind.PREFILL:
+            self._hand_offs.prefill(seq_id, prompt.num_tokens)
+        elif kind is LegKind.RECEIVE:
+            goes_on = (
+                not receiver_draws_first(prompt)
+                and self._limits.final_len(prompt) > prompt.num_tokens + 1
+            )
+            self._hand_offs.receive(
+                seq_id, prompt.num_tokens, room_tokens=prompt.num_tokens + goes_on
+            )
+        return []
+
+    def _add(self, requests: Sequence[CoreRequest]) -> BatonError | None:
+        """Gives vLLM all of them, or none and why."""
         added: list[str] = []
-        for request in core_requests(seq_id, prompt):
+        for request in requests:
             try:
                 self._core.add(request)
             except BatonError as error:
                 self._core.abort(added)
-                return [Failed(seq_id=seq_id, error=error)]
+                return error
             added.append(request.request_id)
-        self._sequences[seq_id] = _Sequence(
-            prompt=prompt, open=set(prompt.samples), without_token=set(prompt.samples)
-        )
-        return []
+        return None
 
-    def _abort(self, seq_id: SeqId) -> list[SeqEvent]:
-        sequence = self._sequences.pop(seq_id, None)
+    def _start(self, command: Start) -> list[SeqEvent]:
+        seq_id, first_tokens = command.seq_id, command.first_tokens
+        sequence = self._sequences.get(seq_id)
         if sequence is None:
             return []
+        prompt = sequence.prompt
+        if receiver_draws_first(prompt):
+            wrong = "its first tokens are to be drawn here" if first_tokens else None
+        else:
+            wrong = self._limits.wrong_start(prompt, first_tokens)
+        if wrong is not None:
+            return self._fail(seq_id, InvalidRequestError(wrong))
+        goes_on = not first_tokens or first_tokens[0].finish is None
+        try:
+            self._hand_offs.start(seq_id, goes_on=goes_on)
+        except InvariantError as error:
+            return self._fail(seq_id, error)
+        if not goes_on:
+            del self._sequences[seq_id]
+            self._core.abort([seq_id])
+        elif first_tokens:
+            self._core.go_on(seq_id, first_tokens[0].token)
+            sequence.without_token.clear()
+        elif (refused := self._add(receive_requests(seq_id, prompt)[1:])) is not None:
+            return self._fail(seq_id, refused)
+        return []
+
+    def _end(self, seq_id: SeqId) -> list[SeqEvent]:
+        """Of one that is handed off, once nobody reads or writes its pages; vLLM may need a step to give them back."""
+        is_handed_off = seq_id in self._hand_offs
+        self._hand_offs.end(seq_id)
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is not None:
+            self._core.abort(sequence.request_ids(seq_id))
+        if is_handed_off:
+            return self._hand_offs.take_events()
+        return [] if sequence is None else [Released(seq_id=seq_id)]
+
+    def _fail(self, seq_id: SeqId, error: BatonError) -> list[SeqEvent]:
+        self._hand_offs.end(seq_id, tells=False)
+        sequence = self._sequences.pop(seq_id)
         self._core.abort(sequence.request_ids(seq_id))
-        return [Released(seq_id=seq_id)]
+        return [Failed(seq_id=seq_id, error=error)]
 
     def _step(self) -> None:
         begun_s = self._busy_since_s = self._clock.now_s()
+        had_news = self._hand_offs.has_news
         under_way = Scheduled()
 
         def scheduled(what: Scheduled) -> None:
             nonlocal under_way
             under_way = what
-            if started := self._started(what):
+            if started := [*self._handed_off(begun_s), *self._started(what)]:
                 self._tell(started)
 
         outputs = self._core.step(scheduled)
@@ -254,22 +329,31 @@ class VllmEngineHost:
         counts.steps += 1
         if under_way.num_tokens and under_way.num_tokens == under_way.num_sequences:
             counts.decode, counts.decode_s = under_way, now_s - begun_s
+        handed_off = self._handed_off(now_s)
         events, columns = self._sort(outputs, now_s)
-        self._tell(events, columns)
+        self._is_idle = under_way.is_idle and not (had_news or handed_off or events)
+        self._tell([*handed_off, *events], columns)
+
+    def _handed_off(self, now_s: float) -> list[SeqEvent]:
+        """What vLLM's scheduler has done to pages of other workers' prompts, or of prompts for other workers."""
+        events = self._hand_offs.take_events()
+        for event in events:
+            self._story.record(event.seq_id, now_s, event)
+        return events
 
     def _started(self, what: Scheduled) -> list[SeqEvent]:
         self._counts.preemptions += what.resumed
         events: list[SeqEvent] = []
         for request_id, cached_tokens in what.started:
-            seq_id, _ = _split(request_id)
+            seq_id, _ = self._names(request_id)
             sequence = self._sequences.get(seq_id)
-            if sequence is None:
+            if sequence is None or sequence.kind is LegKind.RECEIVE:
                 continue
             num_tokens = sequence.prompt.num_tokens
             self._counts.query_tokens += num_tokens
             self._counts.hit_tokens += cached_tokens
-            if sequence.started:
-                continue
+            if sequence.started or sequence.kind is LegKind.PREFILL:
+                continue  # a prompt for another worker is told by whoever knows its pages
             sequence.started = True
             events.append(
                 PrefillStarted(
@@ -287,17 +371,19 @@ class VllmEngineHost:
         events: list[SeqEvent] = []
         columns = _Columns()
         for output in outputs:
-            seq_id, sample = _split(output.request_id)
+            seq_id, sample = self._names(output.request_id)
             sequence = self._sequences.get(seq_id)
             if sequence is None:
                 continue  # another sample of it failed in this step
             if output.failed:
-                sequence.open.discard(sample)
-                self._abort(seq_id)
-                failed = Failed(seq_id=seq_id, error=EngineError(output.failed))
-                self._story.record(seq_id, now_s, failed)
-                events.append(failed)
+                failed = self._fail(seq_id, EngineError(output.failed))
+                self._story.record(seq_id, now_s, failed[0])
+                events += failed
                 columns.drop(seq_id)
+                continue
+            if sequence.kind is LegKind.PREFILL:
+                del self._sequences[seq_id]
+                events += self._computed(seq_id, sequence.prompt, output, columns)
                 continue
             if output.finish is not None:
                 sequence.open.discard(sample)
@@ -314,6 +400,32 @@ class VllmEngineHost:
                 del self._sequences[seq_id]
                 self._story.record(seq_id, now_s, "ended")
         return events, columns
+
+    def _computed(
+        self, seq_id: SeqId, prompt: Prompt, output: CoreOutput, columns: "_Columns"
+    ) -> list[SeqEvent]:
+        """A prompt for another worker: the one token that vLLM drew is the first one, or means nothing."""
+        told = output.prompt_logprobs
+        if receiver_draws_first(prompt):
+            scores = None if told is None else told[: len(prompt.prompt_tokens) - 1]
+            return [PromptComputed(seq_id=seq_id, prompt_logprobs=scores)]
+        finish = output.finish
+        if finish is FinishReason.LENGTH and prompt.num_tokens + 1 < self._limits.final_len(prompt):
+            finish = None
+        columns.add(
+            seq_id,
+            prompt.samples[0],
+            replace(output, finish=finish),
+            prompt_len=len(prompt.prompt_tokens),
+        )
+        return []
+
+    def _names(self, request_id: str) -> tuple[SeqId, int]:
+        """The sequence and the sample that a request of vLLM's is."""
+        if (sequence := self._sequences.get(SeqId(request_id))) is not None:
+            return SeqId(request_id), sequence.prompt.samples[0]
+        seq_id, slash, sample = request_id.rpartition("/")
+        return (SeqId(seq_id), int(sample)) if slash else (SeqId(request_id), 0)
 
     def _tell(self, events: list[SeqEvent], columns: "_Columns | None" = None) -> None:
         """Several frames only where samples drew more than one token: those that had waited for the others' first."""
@@ -344,7 +456,7 @@ class VllmEngineHost:
             prefill_tokens_pending=sum(
                 sequence.prompt.num_tokens
                 for sequence in self._sequences.values()
-                if sequence.without_token
+                if sequence.without_token and sequence.kind is not LegKind.RECEIVE
             ),
             step_s=counts.decode_s,
             step_sequences=counts.decode.num_sequences,
@@ -420,9 +532,15 @@ def _sampled(drawn: Sequence[_Drawn]) -> SampledTokens:
     )
 
 
-def _split(request_id: str) -> tuple[SeqId, int]:
-    seq_id, _, sample = request_id.rpartition("/")
-    return SeqId(seq_id), int(sample)
+def _requests(asked: AddRequest) -> Sequence[CoreRequest]:
+    """What vLLM is given at once."""
+    match asked:
+        case Generate():
+            return core_requests(asked.seq_id, asked.prompt)
+        case Prefill():
+            return [prefill_request(asked.seq_id, asked.prompt)]
+        case Receive():
+            return receive_requests(asked.seq_id, asked.prompt)[:1]
 
 
 def _unheard(told: StepEvents) -> None:

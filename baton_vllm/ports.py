@@ -18,6 +18,7 @@ class Scheduled:
         num_sequences: Requests in the step.
         num_tokens: Tokens that it computes.
         context_tokens: Tokens that stand before those, over all requests.
+        is_idle: Whether nothing is computed, nor would be in a step after this one, unless something is told to vLLM.
     """
 
     started: tuple[tuple[str, int], ...] = ()
@@ -25,6 +26,7 @@ class Scheduled:
     num_sequences: int = 0
     num_tokens: int = 0
     context_tokens: int = 0
+    is_idle: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +80,14 @@ class CorePort(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests; right for unknown ones. They are not heard of again."""
 
+    def go_on(self, request_id: str, token: int) -> None:
+        """A request that waits for its prompt's KV is to go on from `token`, the first one behind its prompt."""
+
     def has_work(self) -> bool:
-        """Whether a step would do something."""
+        """Whether it has requests, be it that they wait for something."""
 
     def step(self, scheduled: Callable[[Scheduled], None]) -> Sequence[CoreOutput]:
-        """Computes one step. `scheduled` is called before the model runs.
+        """Computes one step, which may be an empty one. `scheduled` is called before the model runs.
 
         Raises:
             Exception: vLLM is broken, and no further step can be trusted.

@@ -5,7 +5,7 @@ what vLLM then counts or looks back over is corrected here, or refused where it 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 
 from blake3 import blake3
@@ -65,7 +65,7 @@ class CoreRequest:
     """One request of vLLM's.
 
     Attributes:
-        request_id: `SEQUENCE/SAMPLE`.
+        request_id: `SEQUENCE/SAMPLE`; of one that is handed off `SEQUENCE`.
         tokens: Its prompt.
         params: Arguments of vLLM's `SamplingParams`.
         bad_words: Token sequences that are not to be completed.
@@ -130,7 +130,7 @@ def core_requests(seq_id: SeqId, prompt: Prompt) -> list[CoreRequest]:
         CoreRequest(
             request_id=f"{seq_id}/{sample}",
             tokens=list(prompt.tokens),
-            params=_params(prompt, sample),
+            params=_params(prompt, sample, len(prompt.output_tokens)),
             bad_words=prompt.sampling.bad_words,
             salt=prompt.cache_scope or None,
             priority=-prompt.slo.priority,
@@ -139,8 +139,47 @@ def core_requests(seq_id: SeqId, prompt: Prompt) -> list[CoreRequest]:
     ]
 
 
-def _params(prompt: Prompt, sample: int) -> dict[str, object]:
-    sampling, generated = prompt.sampling, len(prompt.output_tokens)
+def receiver_draws_first(prompt: Prompt) -> bool:
+    """Whether the first tokens are left to the worker that the prompt is handed to.
+
+    To vLLM what the computing worker drew is a part of the prompt there, so that whatever counts or looks back over the output would
+    miss it. The receiving worker then computes the prompt's last token again.
+    """
+    sampling = prompt.sampling
+    return bool(
+        len(prompt.samples) > 1
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.grammar
+        or any(len(word) > 1 for word in sampling.bad_words)
+    )
+
+
+def prefill_request(seq_id: SeqId, prompt: Prompt) -> CoreRequest:
+    """Computes `prompt` for another worker, and ends with one token; it means nothing where the receiving worker draws the first."""
+    request = core_requests(seq_id, prompt)[0]
+    if receiver_draws_first(prompt):
+        asked = {name: request.params[name] for name in ("prompt_logprobs", "detokenize")}
+        params: dict[str, object] = {"temperature": 0.0, "max_tokens": 1, **asked}
+        return replace(request, request_id=seq_id, params=params, bad_words=())
+    params = dict(request.params) | {
+        "max_tokens": 1,
+        "min_tokens": int(prompt.sampling.min_tokens > len(prompt.output_tokens)),
+    }
+    return replace(request, request_id=seq_id, params=params)
+
+
+def receive_requests(seq_id: SeqId, prompt: Prompt) -> list[CoreRequest]:
+    """What goes on from `prompt` once its KV is here, one per sample: the first waits for it, the others are to be added then."""
+    generated = len(prompt.output_tokens) + (not receiver_draws_first(prompt))
+    first, *others = core_requests(seq_id, prompt)
+    params = _params(prompt, prompt.samples[0], generated) | {"prompt_logprobs": None}
+    return [replace(first, request_id=seq_id, params=params), *others]
+
+
+def _params(prompt: Prompt, sample: int, generated: int) -> dict[str, object]:
+    """Of the request that draws what comes behind `generated` tokens of output."""
+    sampling = prompt.sampling
     passed = {
         name: getattr(sampling, name)
         for name, treatment in SAMPLING.items()
@@ -152,7 +191,7 @@ def _params(prompt: Prompt, sample: int) -> dict[str, object]:
         "logit_bias": dict(sampling.logit_bias) or None,
         "prompt_logprobs": sampling.prompt_logprobs if is_first else None,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "max_tokens": sampling.max_tokens - generated,
+        "max_tokens": max(1, sampling.max_tokens - generated),
         "min_tokens": max(0, sampling.min_tokens - generated),
         "allowed_token_ids": list(sampling.allowed_token_ids) or None,
         "detokenize": False,

@@ -16,7 +16,7 @@ from baton.errors import (
     InvariantError,
     WrongRoleError,
 )
-from baton.generation import Prompt, TokenSample
+from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import LegKind, RequestId, Role, SeqId
 from baton.layout import KvLayout
 from baton.story import StoryEntry
@@ -25,6 +25,7 @@ from baton_engine.messages import (
     Failed,
     Generate,
     PrefillStarted,
+    PromptComputed,
     Release,
     Released,
     Reserved,
@@ -111,7 +112,7 @@ class LegLifecycle:
             case StreamGone():
                 legs = self._legs.of_stream(event.stream)
                 return [action for leg in legs for action in self._cancel(leg, event, now_s)]
-            case PrefillStarted() | Reserved() | Released() | Failed():
+            case PrefillStarted() | Reserved() | PromptComputed() | Released() | Failed():
                 return self._engine_said(event, now_s)
             case LayerReady() | PromptPut() | PeerUp() | PeerDown() | FromDecode() | PushDone():
                 actions = [] if self._sending is None else self._sending.handle(event, now_s)
@@ -263,6 +264,8 @@ class LegLifecycle:
                 actions = self._started(leg, event, now_s)
             case Reserved():
                 actions = self._advance(leg, event, now_s)
+            case PromptComputed():
+                actions = [] if leg.ended else self._hand_off(leg, (), event.prompt_logprobs, now_s)
             case Released() | Failed():
                 del self._legs.seqs[leg.seq_id]
                 actions = self._gone(leg, event, now_s)
@@ -343,7 +346,8 @@ class LegLifecycle:
         actions: list[WorkerAction] = []
         if leg.state is _S.PREFILLING:
             self._legs.move(leg, _S.RUNNING)
-            actions.append(_prefilled(leg, sampled, (), now_s))
+            told = sampled.prompt_logprobs.get(leg.seq_id)
+            actions.append(_prefilled(leg, (), told, now_s))
             self._legs.story.record(leg.key, now_s, "first tokens", actions)
         if leg.unfinished == 0:
             self._legs.end(leg, _S.DONE)
@@ -363,21 +367,31 @@ class LegLifecycle:
             )
             for place in range(first, first + len(leg.prompt.samples))
         )
-        prefilled = _prefilled(leg, sampled, first_tokens, now_s)
-        if all(sample.finish is not None for sample in first_tokens):
+        prompt_logprobs = sampled.prompt_logprobs.get(leg.seq_id)
+        actions = self._hand_off(leg, first_tokens, prompt_logprobs, now_s)
+        self._legs.story.record(leg.key, now_s, "first tokens", actions)
+        return actions
+
+    def _hand_off(
+        self,
+        leg: WorkerLeg,
+        first_tokens: tuple[TokenSample, ...],
+        prompt_logprobs: tuple[TokenLogprobs, ...] | None,
+        now_s: float,
+    ) -> list[WorkerAction]:
+        """A prompt is computed. Without first tokens the receiving worker draws them."""
+        prefilled = _prefilled(leg, first_tokens, prompt_logprobs, now_s)
+        if first_tokens and all(sample.finish is not None for sample in first_tokens):
             # Nothing is left to decode: the router is told to its end here, and the pages are not needed.
             self._legs.end(leg, _S.DONE)
             withdrawn = self._withdraw(
                 leg, CancelledByPeerError("nothing is left to decode"), now_s
             )
-            actions = [prefilled, *withdrawn, Release(seq_id=leg.seq_id)]
-        else:
-            self._legs.move(leg, _S.HANDING_OFF)
-            assert leg.xfer_id is not None
-            drawn = FirstTokensDrawn(xfer_id=leg.xfer_id, first_tokens=first_tokens)
-            actions = [prefilled, *self._advance(leg, drawn, now_s)]
-        self._legs.story.record(leg.key, now_s, "first tokens", actions)
-        return actions
+            return [prefilled, *withdrawn, Release(seq_id=leg.seq_id)]
+        self._legs.move(leg, _S.HANDING_OFF)
+        assert leg.xfer_id is not None
+        drawn = FirstTokensDrawn(xfer_id=leg.xfer_id, first_tokens=first_tokens)
+        return [prefilled, *self._advance(leg, drawn, now_s)]
 
     def _advance(
         self, leg: WorkerLeg, event: SeqEvent | FirstTokensDrawn, now_s: float
@@ -399,7 +413,10 @@ class LegLifecycle:
 
 
 def _prefilled(
-    leg: WorkerLeg, sampled: SampledTokens, first_tokens: tuple[TokenSample, ...], now_s: float
+    leg: WorkerLeg,
+    first_tokens: tuple[TokenSample, ...],
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None,
+    now_s: float,
 ) -> PrefilledMessage:
     return PrefilledMessage(
         stream=leg.stream,
@@ -410,5 +427,5 @@ def _prefilled(
         pooled_tokens=leg.pooled_tokens,
         queue_s=leg.started_s - leg.arrived_s,
         prefill_s=now_s - leg.started_s,
-        prompt_logprobs=sampled.prompt_logprobs.get(leg.seq_id),
+        prompt_logprobs=prompt_logprobs,
     )

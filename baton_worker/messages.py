@@ -116,7 +116,7 @@ class PrefilledMessage:
     """A leg's prompt was computed here, and where the time went.
 
     Attributes:
-        first_tokens: Of a prefill leg; those of a generate leg follow as `TokensMessage`.
+        first_tokens: Of a prefill leg, none where the receiving worker draws them; those of a generate leg follow as `TokensMessage`.
     """
 
     stream: StreamId

@@ -11,6 +11,7 @@ from baton_engine.messages import (
     Abort,
     Failed,
     PrefillStarted,
+    PromptComputed,
     Receive,
     Released,
     Reserved,
@@ -93,7 +94,7 @@ class ReceivingHandOffs:
             case Released() | Failed():
                 error = event.error if isinstance(event, Failed) else None
                 return self._handle(PagesReleased(xfer_id=xfer_id, error=error), xfer_id, now_s)
-            case PrefillStarted() | FirstTokensDrawn():
+            case PrefillStarted() | PromptComputed() | FirstTokensDrawn():
                 raise InvariantError(
                     f"{leg.seq_id} was computed before its pages were here",
                     story=self.story(xfer_id),

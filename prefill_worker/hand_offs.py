@@ -18,6 +18,7 @@ from baton_engine.messages import (
     Failed,
     Prefill,
     PrefillStarted,
+    PromptComputed,
     Release,
     Released,
     Reserved,
@@ -131,8 +132,8 @@ class SendingHandOffs:
                 return self._carry_out(event, now_s)
             case Released() | Failed():
                 return self._cancel(leg.xfer_id, now_s)
-            case Reserved():
-                message = f"{leg.seq_id} was reserved to be prefilled"
+            case Reserved() | PromptComputed():
+                message = f"{leg.seq_id}: the engine said {type(event).__name__} of what is sent"
                 raise InvariantError(message, story=self.story(leg.xfer_id))
 
     def withdraw(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:  # noqa: ARG002

@@ -73,6 +73,7 @@ PREEMPTIONS = ("arrival", "priority", "slo")
 QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 ENGINES = ("baton", "vllm")
+CPU_PRODUCTS = ("auto", "panels", "pairs", "onednn", "widened")
 KV_DTYPES = ("auto", "fp8_e4m3")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -90,6 +91,7 @@ RULES: tuple[Rule, ...] = (
     Rule(path="model.served_model_name", holds=all, demand="must not hold an empty name"),
     _one_of("engine.kind", ENGINES),
     _one_of("engine.device", DEVICES),
+    _one_of("engine.cpu_product", CPU_PRODUCTS),
     _one_of("engine.kv_cache_dtype", KV_DTYPES),
     Rule(
         path="engine.block_size",
@@ -306,6 +308,7 @@ def contradiction(config: BatonConfig) -> str | None:
 
 _OWN_ENGINE_ONLY = (
     "compile",
+    "cpu_product",
     "deterministic",
     "output_headroom",
     "plan_ahead",
@@ -318,7 +321,7 @@ _OWN_ENGINE_ONLY = (
 
 def _engine_misfit(config: BatonConfig) -> str | None:
     """What the chosen engine cannot do, or None."""
-    engine, cluster = config.engine, config.cluster
+    engine = config.engine
     if engine.kind != "vllm":
         return "engine.vllm needs engine.kind vllm" if engine.vllm else None
     own = EngineConfig()
@@ -329,8 +332,6 @@ def _engine_misfit(config: BatonConfig) -> str | None:
         return "model.quantization is of the engine baton: give vLLM's as engine.vllm.quantization"
     if config.pool.enabled:
         return "pool.enabled: the pool does not hold pages of the engine vllm yet"
-    if cluster.prefill_workers or cluster.decode_workers:
-        return "engine.kind vllm runs in hybrid workers only, so far: set cluster.hybrid_workers"
     return None
 
 

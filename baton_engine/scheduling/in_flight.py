@@ -9,6 +9,9 @@ that has ended is dropped.
 
     step n     ids  17   4  92        draws  30   2 (an end)   8
     step n+1   ids   ?   ?   ?        the device puts in what step n has drawn; the second row's draw is dropped
+
+What step n+1 draws may depend on the tokens of step n (grammars, penalties): then its scores are computed meanwhile, and it is drawn
+once these tokens are known.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -120,14 +123,10 @@ def _goes_on(sequence: Sequence) -> bool:
 
 
 def _needs_outcome(current: InFlightStep, going_on: list[Sequence], queues: SequenceQueues) -> bool:
-    """Whether planning needs the outcome of `current`: a prompt is computed, or one could be admitted for a sequence that ends,
-    or a score depends on the tokens themselves.
-    """
+    """Whether planning needs the outcome of `current`: a prompt is computed, or one could be admitted for a sequence that ends."""
     if queues.prefilling or any(s.state is State.PREFILLING for s in current.sequences):
         return True
-    if queues.num_waiting and len(going_on) < len(current.sequences):
-        return True
-    return any(sequence.counts_tokens for sequence in going_on)
+    return bool(queues.num_waiting) and len(going_on) < len(current.sequences)
 
 
 def _next_row(sequence: Sequence) -> Row:

@@ -94,7 +94,8 @@ class StepRunner(Protocol):
     def launch(self, plan: StepPlan) -> Launched:
         """Starts one step, and waits for it as little as it can. Steps are computed one after the other, as they were launched;
         the results of two may be outstanding, and are to be asked for in that order. Only here may a plan follow another: the
-        one that was launched last.
+        one that was launched last. Where its rows count tokens (`Sequence.counts_tokens`), it draws when its outcome is asked for, or
+        when the next step is launched: by then the sequences have the tokens of the one that it follows.
 
         Raises:
             EngineError: As `execute`.

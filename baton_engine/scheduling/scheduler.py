@@ -356,8 +356,9 @@ class Scheduler:
             self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        """A sequence ends; with the last one its request does."""
+        """A sequence ends; with the last one its request does. A step in flight that still has it draws nothing that counts."""
         self._cache.free(sequence)
+        sequence.constraint = None
         self._queues.move(sequence, State.ENDED)
         if not sequence.request.sequences:
             del self._requests[sequence.seq_id]

@@ -33,8 +33,8 @@ class AttemptState(Enum):
     """Where an attempt stands."""
 
     WAITING = "no pair of workers yet"
-    PREFILLING = "both legs open, no token yet"
-    HANDING_OFF = "first tokens are out, P has not reported the hand-off"
+    PREFILLING = "both legs open, the prompt is being computed"
+    HANDING_OFF = "the prompt is computed, P has not reported the hand-off"
     DECODING = "P is done"
     AWAITING_REPORT = "D is done, P has not reported the hand-off"
     GENERATING = "one worker does both"
@@ -67,7 +67,7 @@ class Attempt:
         pinned: The worker that is to prefill and decode by itself.
         permit: What its legs are tied by.
         took_over: Whether a second P writes into the pages that D reserved for the first.
-        first_tokens: The first tokens, once the client has them.
+        first_tokens: Those that P drew, once the prompt is computed: the client has them. None of them where D draws.
         prefill: P's leg while it is open.
         decode: D's leg while it is open.
         decoding: Samples that D has not finished; known once the first tokens are.

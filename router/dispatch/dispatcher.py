@@ -410,7 +410,9 @@ class Dispatcher:
     def _first_tokens(self, leg: Leg, event: Prefilled, now_s: float) -> list[Action]:
         attempt = leg.attempt
         drawn = {token.sample for token in event.first_tokens}
-        if attempt.state is not AttemptState.PREFILLING or drawn != set(attempt.samples):
+        asked = set(attempt.samples)
+        # Without any, the decode worker draws them.
+        if attempt.state is not AttemptState.PREFILLING or (drawn and drawn != asked):
             return self._breach(leg, "sent first tokens that were not asked for", now_s)
         if _aborted(event.first_tokens):
             return self._breach(leg, "aborted a sample", now_s)
@@ -422,7 +424,8 @@ class Dispatcher:
             return self._retry.retry(attempt, error, frozenset(), now_s)
         attempt.first_tokens = event.first_tokens
         attempt.request.watch.prefilled(event)
-        attempt.decoding = {token.sample for token in event.first_tokens if token.finish is None}
+        ended = {token.sample for token in event.first_tokens if token.finish is not None}
+        attempt.decoding = asked - ended
         attempt.move(AttemptState.HANDING_OFF, now_s)
         if not known:
             attempt.request.prompt_logprobs = event.prompt_logprobs

@@ -79,7 +79,8 @@ class Prefilled:
     """The prompt of a prefill or generate leg is computed; the times are its worker's.
 
     Attributes:
-        first_tokens: Of a prefill leg, one per sample; those of a generate leg come right after, as tokens of its own.
+        first_tokens: Of a prefill leg, one per sample, or none where the decode worker draws them; those of a generate leg come right
+            after, as tokens of its own.
     """
 
     worker: WorkerIdentity

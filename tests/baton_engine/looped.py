@@ -1,12 +1,14 @@
 """A whole loop over any runner, turned until nothing is left to do: what was drawn, and how it was launched."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from baton.clock import ManualClock
-from baton.generation import TokenSample
+from baton.errors import BatonError
+from baton.generation import Prompt, TokenSample
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Command, Failed, StepEvents
-from baton_engine.ports import KvSource
+from baton_engine.ports import GrammarCompiler, KvSource, TokenConstraint
 from baton_engine.scheduling.plan import Launched, StepPlan, StepResult, StepRunner
 from baton_engine.scheduling.scheduler import Scheduler
 from tests.baton_engine.sampled import Sampled, all_events
@@ -36,8 +38,28 @@ class Noting:
         self._runner.fetch_from(source)
 
 
+class AtOnce:
+    """A `GrammarCompiler` that has compiled when it returns, so that all prompts of a test are there in its first step."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+
+    def compile(self, prompt: Prompt, done: Callable[[TokenConstraint | BatonError], None]) -> None:
+        compiled: Future[TokenConstraint | BatonError] = Future()
+        self._compiler.compile(prompt, compiled.set_result)
+        done(compiled.result(timeout=20))
+
+    def close(self) -> None:
+        pass
+
+
 def draw_all(
-    scheduler: Scheduler, runner: StepRunner, commands: Sequence[Command], *, ahead: bool
+    scheduler: Scheduler,
+    runner: StepRunner,
+    commands: Sequence[Command],
+    *,
+    ahead: bool,
+    grammars: GrammarCompiler | None = None,
 ) -> tuple[dict[tuple[str, int], list[TokenSample]], int]:
     """All that is drawn once every sequence has ended, by sequence and sample, and how many steps were launched ahead."""
     drawn: dict[tuple[str, int], list[TokenSample]] = {}
@@ -50,7 +72,8 @@ def draw_all(
                     drawn.setdefault((event.seq_id, token.sample), []).append(token)
 
     noting = Noting(runner)
-    loop = EngineLoop(scheduler, noting, hear, ManualClock(), ahead=ahead)
+    at_once = None if grammars is None else AtOnce(grammars)
+    loop = EngineLoop(scheduler, noting, hear, ManualClock(), grammars=at_once, ahead=ahead)
     for command in commands:
         loop.submit(command)
     for _ in range(MOST_TURNS):

@@ -160,7 +160,13 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("copied")
 @pytest.mark.parametrize(
-    "params", [PARAMS, replace(PARAMS, temperature=0.8, seed=3, logprobs=1)], ids=["greedy", "all"]
+    "params",
+    [
+        PARAMS,
+        replace(PARAMS, temperature=0.8, seed=3, logprobs=1),
+        replace(PARAMS, temperature=0.8, seed=3, frequency_penalty=0.7),
+    ],
+    ids=["greedy", "all", "counting tokens"],
 )
 def test_steps_launched_ahead_overwrite_nothing_that_is_still_needed(decoder, params):
     """The next step's inputs, logits and tokens go where those of a step lie that nobody has read yet."""

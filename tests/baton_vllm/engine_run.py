@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def make_model(family: str, folder: str) -> None:
+def make_model(family: str, folder: str, vocab_size: int = 256) -> None:
     import torch
     import transformers as t
 
@@ -55,8 +55,8 @@ def make_model(family: str, folder: str) -> None:
         "num_experts_per_tok": 2,
     }
     configs: dict[str, Any] = {
-        "llama": lambda: t.LlamaConfig(**SMALL),
-        "qwen3": lambda: t.Qwen3Config(**SMALL),
+        "llama": lambda: t.LlamaConfig(**SMALL | {"vocab_size": vocab_size}),
+        "qwen3": lambda: t.Qwen3Config(**SMALL | {"vocab_size": vocab_size}),
         "mixtral": lambda: t.MixtralConfig(
             **SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
         ),
@@ -87,8 +87,8 @@ class Engine:
         from baton_vllm.connector import CONNECTOR_CONFIG, connector_objects
 
         self.memory = WorkerMemory()
-        self.arena = VllmArena(self.memory, "test")
-        self.hand_offs = VllmHandOffs(self.events_came, sink=self)
+        self.arena = VllmArena(self.memory)
+        self.hand_offs = VllmHandOffs(sink=self)
         config = EngineArgs(
             **engine_args(folder),
             kv_transfer_config=CONNECTOR_CONFIG
@@ -106,9 +106,6 @@ class Engine:
     def num_free(self) -> int:
         free: int = self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return free
-
-    def events_came(self, events: Sequence[SeqEvent]) -> None:
-        self.events += events
 
     def save_kv_layer(self, layer: LayerReady) -> None:
         for export in layer.exports:
@@ -164,15 +161,15 @@ class Engine:
 
     def handed_off(self, prompts: list[list[int]], run: str) -> dict[str, Any]:
         """All prompts at once: prefilled under one salt, received under another."""
-        from baton_vllm.connector import go_on_from
+        from baton_vllm.core import VllmCore
 
         senders = [SeqId(f"p-{run}-{index}") for index in range(len(prompts))]
         receivers = [SeqId(f"d-{run}-{index}") for index in range(len(prompts))]
         for sender, receiver, prompt in zip(senders, receivers, prompts, strict=True):
-            self.hand_offs.receive(receiver, len(prompt))
             self.ask(receiver, prompt, NEW_TOKENS - 1, "decode")
-            self.hand_offs.prefill(sender, len(prompt))
+            self.hand_offs.receive(receiver, len(prompt), room_tokens=len(prompt) + 1)
             self.ask(sender, prompt, 1, "prefill")
+            self.hand_offs.prefill(sender, len(prompt))
         self.run_until(senders, 1)
         held, equal = [], True
         for sender, receiver in zip(senders, receivers, strict=True):
@@ -188,7 +185,7 @@ class Engine:
                     if index >= reserved.held_blocks:
                         self.page(layer, block)[:] = copy
             first = self.tokens[sender][0]
-            go_on_from(self.core.scheduler.requests[receiver], first)
+            VllmCore(self.core, ()).go_on(receiver, first)
             self.hand_offs.start(receiver, goes_on=True)
             self.hand_offs.end(sender)
         computed = self.computed_tokens(receivers)
@@ -229,14 +226,14 @@ class Engine:
     def aborted(self, prompt: list[int]) -> bool:
         """A receiver that is aborted while it waits keeps its blocks until then, and gives them back then."""
         before = self.num_free
-        self.hand_offs.receive(SeqId("gone"), len(prompt))
         self.ask("gone", prompt, NEW_TOKENS, "gone")
+        self.hand_offs.receive(SeqId("gone"), len(prompt), room_tokens=len(prompt) + 1)
         self.step()
         waited = self.num_free < before
         self.step()
         waited &= self.num_free < before
-        if self.hand_offs.end(SeqId("gone")):
-            self.core.abort_requests(["gone"])
+        self.hand_offs.end(SeqId("gone"))
+        self.core.abort_requests(["gone"])
         waited &= self.num_free < before
         self.step()
         return waited and self.num_free == before and Released(seq_id=SeqId("gone")) in self.events

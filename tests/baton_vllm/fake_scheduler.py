@@ -43,6 +43,9 @@ class FakeVllm:
         self.running: list[FakeRequest] = []
         self.received: set[SeqId] = set()
         self.ended: list[FakeRequest] = []
+        self.preempted = False
+        self.drawn: list[FakeRequest] = []
+        """Of the last step: who drew a token."""
 
     def add_request(self, request: FakeRequest) -> None:
         self.requests[request.request_id] = request
@@ -57,8 +60,9 @@ class FakeVllm:
         self._finish(request, complete=False, delay=delay)
 
     def step(self, num_layers: int = 2) -> None:
+        self.drawn, self.preempted = [], False
         scheduled = self._schedule()
-        self.hand_offs.before_step()
+        self.scheduled(scheduled)
         if scheduled:
             for layer in range(num_layers):
                 self.hand_offs.layer_computed(layer)
@@ -68,6 +72,7 @@ class FakeVllm:
             self._cache(request)
             if request.num_computed == request.num_tokens:
                 request.num_output += 1
+                self.drawn.append(request)
                 if request.num_output >= request.max_tokens:
                     self._finish(request, complete=True, delay=False)
         for name in received:
@@ -82,6 +87,9 @@ class FakeVllm:
             self._free(self.requests[SeqId(name)])
         self.check()
 
+    def scheduled(self, scheduled: list[tuple[FakeRequest, int]]) -> None:
+        """A step is decided, and the model does not run yet."""
+
     def check(self) -> None:
         held = Counter(block for request in self.requests.values() for block in request.blocks)
         assert held == +self.references
@@ -91,7 +99,6 @@ class FakeVllm:
     def _schedule(self) -> list[tuple[FakeRequest, int]]:
         scheduled: list[tuple[FakeRequest, int]] = []
         budget = self.budget
-        preempted = False
         for request in list(self.running):
             num_tokens = min(request.num_tokens - request.num_computed, budget)
             if request not in self.running or num_tokens == 0:
@@ -102,7 +109,7 @@ class FakeVllm:
                 if taken:
                     scheduled.remove(taken[0])
                 self._preempt(victim)
-                preempted = True
+                self.preempted = True
                 if victim is request:
                     break
             if new is None:
@@ -110,7 +117,7 @@ class FakeVllm:
             budget -= num_tokens
             scheduled.append((request, num_tokens))
             request.fresh = (new, False)  # type: ignore[attr-defined]
-        if not preempted:
+        if not self.preempted:
             self._admit(scheduled, budget)
         for request, num_tokens in scheduled:
             new, anew = request.fresh  # type: ignore[attr-defined]
@@ -124,7 +131,9 @@ class FakeVllm:
         return scheduled
 
     def _admit(self, scheduled: list[tuple[FakeRequest, int]], budget: int) -> None:
-        for request in list(self.waiting):
+        with_blocks = [request for request in self.waiting if request.num_computed]
+        without = [request for request in self.waiting if not request.num_computed]
+        for request in with_blocks + without:
             if request.status == "REMOTE":
                 if request.request_id not in self.received:
                     continue
@@ -138,7 +147,11 @@ class FakeVllm:
             if request.num_computed == 0:
                 hit = self._hit(request)
                 num_cached = len(hit) * self.block_tokens
-                elsewhere = self.hand_offs.matched_tokens(request.request_id, num_cached)
+                elsewhere = self.hand_offs.matched_tokens(
+                    request.request_id, num_cached, len(set(self.free) | set(hit))
+                )
+                if elsewhere is None:
+                    continue
                 if elsewhere:
                     if self._allocate(request, num_cached + elsewhere, hit) is None:
                         break
@@ -148,8 +161,9 @@ class FakeVllm:
             else:
                 hit, num_cached = [], request.num_computed
             num_tokens = min(request.num_tokens - num_cached, budget)
-            if self._allocate(request, num_cached + num_tokens, hit) is None:
-                break
+            if not self._fits(request, request.num_tokens, hit):
+                break  # not in chunks either: `scheduler_reserve_full_isl`
+            assert self._allocate(request, num_cached + num_tokens, hit) is not None
             budget -= num_tokens
             request.num_computed, request.status = num_cached, "RUNNING"
             request.fresh = (list(request.blocks), True)  # type: ignore[attr-defined]
@@ -166,13 +180,19 @@ class FakeVllm:
             hit.append(block)
         return hit
 
+    def _wanted(self, request: FakeRequest, num_tokens: int, hit: list[int]) -> int:
+        return -(-num_tokens // self.block_tokens) - len(request.blocks) - len(hit)
+
+    def _fits(self, request: FakeRequest, num_tokens: int, hit: list[int]) -> bool:
+        return self._wanted(request, num_tokens, hit) <= len(set(self.free) - set(hit))
+
     def _allocate(
         self, request: FakeRequest, num_tokens: int, hit: list[int] | None = None
     ) -> list[int] | None:
         hit = hit or []
-        wanted = -(-num_tokens // self.block_tokens) - len(request.blocks) - len(hit)
-        if wanted > len(set(self.free) - set(hit)):
+        if not self._fits(request, num_tokens, hit):
             return None
+        wanted = self._wanted(request, num_tokens, hit)
         for block in hit:
             if block in self.free:
                 self.free.remove(block)

@@ -14,7 +14,7 @@ FACTS = {"vllm": "0.32.0", "attention": "CPU_ATTN"}
 
 def allocated() -> tuple[WorkerMemory, VllmArena, torch.Tensor]:
     memory = WorkerMemory()
-    arena = VllmArena(memory, "abc")
+    arena = VllmArena(memory)
     with arena:
         cache = torch.zeros(LAYERS * PAGES * PAGE, dtype=torch.int8, device=torch.device("cpu"))
     return memory, arena, cache
@@ -27,7 +27,7 @@ def views(cache: torch.Tensor, layers: int = LAYERS) -> dict[str, torch.Tensor]:
 
 def test_the_one_allocation_of_the_cache_lies_in_the_workers_memory_and_no_other_one():
     memory = WorkerMemory()
-    arena = VllmArena(memory, "abc")
+    arena = VllmArena(memory)
     with arena:
         other = torch.zeros(4, dtype=torch.int32)
         cache = torch.zeros(64, dtype=torch.int8, device=torch.device("cpu"))
@@ -78,21 +78,25 @@ def test_pages_that_lie_otherwise_are_refused_by_the_layers_name():
     by_token = cache.view(torch.float32).view(LAYERS, PAGES, TOKENS, HEADS, WIDTH)
     turned = {f"layers.{index}": by_token[index].transpose(1, 2) for index in range(LAYERS)}
 
-    with pytest.raises(ConfigError, match=r"layers\.0"):
-        arena.register(turned, TOKENS, FACTS)
-    with pytest.raises(ConfigError, match="blocks of 32 tokens"):
-        arena.register(views(cache), 32, FACTS)
-    with pytest.raises(ConfigError, match="int8"):
-        arena.register({"layers.0": cache.view(LAYERS * PAGES, 1, TOKENS, -1)}, TOKENS, FACTS)
+    for seen, block_tokens, told in (
+        (turned, TOKENS, "layers.0"),
+        (views(cache), 32, "blocks of 32 tokens"),
+        ({"layers.0": cache.view(LAYERS * PAGES, 1, TOKENS, -1)}, TOKENS, "int8"),
+    ):
+        arena.register(seen, block_tokens, FACTS)
+        assert told in str(arena.misfit)
 
 
 def test_a_cache_that_came_from_elsewhere_is_refused():
-    arena = VllmArena(WorkerMemory(), "abc")
+    arena = VllmArena(WorkerMemory())
 
-    with pytest.raises(ConfigError, match="did not allocate"):
-        arena.register(views(torch.zeros(LAYERS * PAGES * PAGE, dtype=torch.int8)), TOKENS, FACTS)
+    arena.register(views(torch.zeros(LAYERS * PAGES * PAGE, dtype=torch.int8)), TOKENS, FACTS)
+
+    assert "did not allocate" in str(arena.misfit)
+    with pytest.raises(InvariantError):
+        _ = arena.layout
 
 
 def test_a_cache_on_a_gpu_is_refused():
-    with VllmArena(WorkerMemory(), "abc"), pytest.raises(ConfigError, match="on CPUs only"):
+    with VllmArena(WorkerMemory()), pytest.raises(ConfigError, match="on CPUs only"):
         torch.zeros(64, dtype=torch.int8, device="cuda")

@@ -13,13 +13,12 @@ from baton_engine.messages import (
     Failed,
     FlushCache,
     Generate,
-    Prefill,
     PrefillStarted,
-    Release,
     Released,
     StepEvents,
 )
 from baton_engine.scheduling.limits import EngineLimits
+from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.host import VllmEngineHost
 from baton_vllm.ports import CoreLoad, CoreOutput, Scheduled
 from baton_vllm.requests import CoreRequest
@@ -54,6 +53,9 @@ class FakeCore:
     def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self.requests.pop(request_id, None)
+
+    def go_on(self, request_id: str, token: int) -> None:
+        raise AssertionError("nothing is handed off")
 
     def has_work(self) -> bool:
         return bool(self.requests)
@@ -97,7 +99,7 @@ class FakeCore:
 class Rig:
     def __init__(self) -> None:
         self.core, self.clock = FakeCore(), ManualClock()
-        self.host = VllmEngineHost(self.core, LIMITS, clock=self.clock)
+        self.host = VllmEngineHost(self.core, VllmHandOffs(), LIMITS, clock=self.clock)
         self.told: list[StepEvents] = []
         self.host.attach(self.told.append)
 
@@ -204,14 +206,6 @@ def test_what_can_never_fit_is_refused_at_once(rig):
     (failed,) = rig.events
     assert isinstance(failed, Failed)
     assert failed.error.param == "n"
-
-
-def test_a_hand_off_is_refused_and_a_release_is_answered(rig):
-    prompt = Prompt(prompt_tokens=(1,), sampling=SamplingParams())
-    rig.host.submit(Prefill(seq_id=SEQ, prompt=prompt))
-    rig.host.submit(Release(seq_id=SEQ))
-    rig.host.turn()
-    assert [type(event) for event in rig.events] == [Failed, Released]
 
 
 def test_a_step_that_raises_ends_the_engine_and_says_why(rig):

@@ -7,7 +7,16 @@ import pytest
 from baton.generation import Prompt, SamplingParams, SloTargets
 from baton.ids import SeqId
 from baton.tokens import PackedTokens
-from baton_vllm.requests import PROMPT, SAMPLING, Treatment, core_requests, refusal
+from baton_vllm.requests import (
+    PROMPT,
+    SAMPLING,
+    Treatment,
+    core_requests,
+    prefill_request,
+    receive_requests,
+    receiver_draws_first,
+    refusal,
+)
 
 SEQ = SeqId("a/b")
 
@@ -77,3 +86,50 @@ def test_an_unknown_field_is_refused_only_where_it_asks_for_something(monkeypatc
     refused = refusal(prompt_of(min_p=0.1), frozenset())
     assert refused is not None
     assert refused.param == "min_p"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "samples"),
+    [
+        ({}, (0, 1)),
+        ({"presence_penalty": 0.5}, (0,)),
+        ({"frequency_penalty": -0.5}, (0,)),
+        ({"grammar": "start: /a+/"}, (0,)),
+        ({"bad_words": ((1, 2),)}, (0,)),
+    ],
+)
+def test_what_counts_or_looks_back_over_the_output_is_drawn_by_the_receiving_worker(
+    sampling, samples
+):
+    prompt = replace(prompt_of(prompt_logprobs=2, seed=9, **sampling), samples=samples)
+
+    assert receiver_draws_first(prompt)
+    computed = prefill_request(SEQ, prompt)
+    assert (computed.request_id, computed.bad_words) == (SEQ, ())
+    assert set(computed.params) == {"temperature", "max_tokens", "prompt_logprobs", "detokenize"}
+    first, *others = receive_requests(SEQ, prompt)
+    assert first.request_id == SEQ
+    assert (first.params["max_tokens"], first.params["seed"]) == (16, 9)
+    assert [each.request_id for each in others] == [f"{SEQ}/1"][: len(samples) - 1]
+    assert all(each.params["prompt_logprobs"] is None for each in (first, *others))
+
+
+def test_one_token_is_drawn_with_all_that_was_asked_and_the_others_elsewhere():
+    prompt = prompt_of(max_tokens=5, min_tokens=3, seed=9, logprobs=1, bad_words=((7,),))
+
+    assert not receiver_draws_first(prompt)
+    computed, (received,) = prefill_request(SEQ, prompt), receive_requests(SEQ, prompt)
+    assert (computed.params["max_tokens"], computed.params["min_tokens"]) == (1, 1)
+    assert (received.params["max_tokens"], received.params["min_tokens"]) == (4, 2)
+    assert computed.params["seed"] == 9 != received.params["seed"]
+    assert computed.bad_words == received.bad_words == ((7,),)
+    assert computed.params["logprobs"] == received.params["logprobs"] == 1
+
+
+def test_one_token_of_a_resumed_stream_has_what_its_output_leaves():
+    prompt = replace(prompt_of(max_tokens=6, min_tokens=3), output_tokens=(4, 5))
+
+    computed, (received,) = prefill_request(SEQ, prompt), receive_requests(SEQ, prompt)
+
+    assert (computed.params["max_tokens"], computed.params["min_tokens"]) == (1, 1)
+    assert (received.params["max_tokens"], received.params["min_tokens"]) == (3, 0)

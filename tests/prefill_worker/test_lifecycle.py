@@ -26,7 +26,15 @@ from baton.ids import (
     XferId,
 )
 from baton.layout import KvLayout
-from baton_engine.messages import Abort, Failed, Prefill, PrefillStarted, Release, Released
+from baton_engine.messages import (
+    Abort,
+    Failed,
+    Prefill,
+    PrefillStarted,
+    PromptComputed,
+    Release,
+    Released,
+)
 from baton_engine.ports import LayerReady, PageExport
 from baton_worker.legs import StreamId, WorkerLeg, WorkerLegTable
 from baton_worker.lifecycle import LegLifecycle
@@ -111,6 +119,27 @@ def test_first_tokens_go_to_the_router_before_anything_is_handed_over(lifecycle:
     (tell,) = lifecycle.handle(columns(seq_id, first()), 8.0)
     assert isinstance(tell, PrefilledMessage)
     assert (tell.queue_s, tell.prefill_s, tell.cached_tokens) == (2.0, 5.0, 4)
+
+
+def test_a_prompt_whose_first_tokens_are_left_to_the_receiving_worker_is_committed_without(
+    lifecycle: LegLifecycle,
+):
+    seq_id = started(lifecycle)
+    grant = Grant(held_blocks=0, blocks=(BlockId(1), BlockId(2)))
+    granted = PagesGranted(xfer_id=XferId("x"), attempt=1, grant=grant, cache_scope="")
+    lifecycle.handle(FromDecode(peer=D, message=granted), 4.0)
+    pushes = [push for layer in (0, 1) for push in lifecycle.handle(ready(seq_id, layer), 5.0)]
+    while pushes:
+        push = pushes.pop()
+        assert isinstance(push, StartPush)
+        done = PushDone(xfer_id=XferId("x"), push_id=push.write.push_id)
+        pushes += lifecycle.handle(done, 6.0)
+    tell, commit = lifecycle.handle(PromptComputed(seq_id=seq_id), 8.0)
+    assert isinstance(tell, PrefilledMessage)
+    assert (tell.first_tokens, tell.prefill_s) == ((), 5.0)
+    assert isinstance(commit, Send)
+    assert isinstance(commit.message, Commit)
+    assert commit.message.first_tokens == ()
 
 
 def test_a_leg_that_ends_with_its_first_token_is_given_up_not_committed(

@@ -195,7 +195,7 @@ Global___SampleFinished: _TypeAlias = SampleFinished  # noqa: Y015
 
 @_typing.final
 class Prefilled(_message.Message):
-    """Sent once per leg whose prompt is computed here, with the first token of each sample."""
+    """Sent once per leg whose prompt is computed here."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -218,7 +218,7 @@ class Prefilled(_message.Message):
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SampledToken]:
         """Of a prefill leg: its first tokens, sent straight to the router, so that TTFT does not wait for the transfer to end.
-        Empty for a generate leg, whose first tokens stand in the frame's columns.
+        Empty for a generate leg, whose first tokens stand in the frame's columns, and where the receiving worker draws them.
         """
 
     @_builtins.property

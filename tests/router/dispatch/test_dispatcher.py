@@ -239,6 +239,32 @@ def test_what_d_sends_before_the_first_token_is_held_back(core):
     assert tokens_in(actions) == [drawn(0, 0, 3), drawn(0, 1, 3)]
 
 
+def test_first_tokens_that_are_left_to_d_come_from_d(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=2)
+    core.now_s = 1.0
+    assert tokens_in(core(first_tokens(p, scores=SCORES))) == []
+    core(handed_off(p))
+    core.now_s = 2.0
+    actions = core(decoded(d, drawn(0, 0, 2)))
+    assert tokens_in(actions) == [drawn(0, 0, 2)]
+    assert scores_in(actions) == [SCORES]
+    timing = sent(core(decoded(d, drawn(0, 1, 2))), Finish).timing
+    assert (timing.first_token_s, timing.prefill_s, timing.output_tokens) == (2.0, 0.5, 2)
+    core.assert_empty()
+
+
+def test_where_d_was_to_draw_them_another_prefill_worker_takes_over_as_ever(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core, max_tokens=2)
+    core(first_tokens(p))
+    again = sent(core(WorkerLost(worker=p.worker, reason="killed")), LegKind.PREFILL)
+    assert again.permit.target == d.worker
+    assert tokens_in(core(first_tokens(again))) == []
+    core(handed_off(again))
+    assert tokens_in(core(decoded(d, drawn(0, 0, 2)))) == [drawn(0, 0, 2)]
+
+
 def test_a_job_whose_tokens_are_out_waits_for_the_account_of_the_hand_off(core):
     core.join("p0", "d0")
     p, d = start_pair(core, max_tokens=2)

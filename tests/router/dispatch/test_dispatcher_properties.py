@@ -337,6 +337,8 @@ class Interleavings(RuleBasedStateMachine):
         max_tokens = leg.prompt.sampling.max_tokens
         position = len(leg.prompt.output_tokens)
         tokens = tuple(drawn(sample, position, max_tokens) for sample in leg.prompt.samples)
+        if len(tokens) > 2:
+            tokens = ()  # as an engine does that leaves them to the decode worker
         out = worker.outbox[LegKind.PREFILL]
         if not leg.prefilled:
             leg.prefilled = True
@@ -356,7 +358,11 @@ class Interleavings(RuleBasedStateMachine):
             if getattr(other.command, "permit", None) == command.permit:
                 other.started = True
                 running = [token.sample for token in tokens if token.finish is None]
-                other.positions = dict.fromkeys(running, position + 1)
+                other.positions = (
+                    dict.fromkeys(running, position + 1)
+                    if tokens
+                    else dict.fromkeys(leg.prompt.samples, position)
+                )
                 del worker.legs[leg_id]
                 out.append(
                     HandedOff(
