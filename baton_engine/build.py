@@ -17,6 +17,7 @@ from baton_engine.cuda_graphs import CudaGraphs, DecodeGraphs
 from baton_engine.device import arena_buffer, choose_device, computing_on, gpu_kind, weigh_gpu
 from baton_engine.grammar import load_compiler
 from baton_engine.host import ThreadEngineHost
+from baton_engine.kernels.cpu.product_choice import Bfloat16Product, choose_product
 from baton_engine.kernels.ports import BatchInvariant
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.kernels.select import check_deterministic, check_quantization, choose_kv_dtype
@@ -111,6 +112,7 @@ def build_engine(
         quantization=model.quantization,
         kv_dtype=choice.kv_dtype,
         fixed_rows=config.deterministic,
+        product=choice.product,
     )
     if config.compile:
         decoder = compile_glue(decoder)
@@ -141,6 +143,7 @@ class _Choice:
     device: torch.device
     spec: ModelSpec
     dtype: torch.dtype
+    product: Bfloat16Product
     kv_dtype: torch.dtype
     layout: KvLayout
 
@@ -150,12 +153,13 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
     check_compile(config, device)
     path = resolve_model(model.model, model.revision)
     spec = load_spec(path)
-    dtype = choose_dtype(spec, model.dtype, device)
+    product = choose_product(config.cpu_product, device)
+    dtype = choose_dtype(spec, model.dtype, device, product)
     check_quantization(model.quantization, device, dtype)
     spec = quantised(spec, model.quantization)
     if config.deterministic:
         check_deterministic(device, dtype)
-        spec = pinned(spec, gpu_kind(device))
+        spec = pinned(spec, gpu_kind(device) or product)
     widened = is_widened(spec, model.dtype, dtype)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device, widened=widened)
     return _Choice(
@@ -163,6 +167,7 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
         device=device,
         spec=spec,
         dtype=dtype,
+        product=product,
         kv_dtype=kv_dtype,
         layout=kv_layout(spec, kv_dtype, config.block_size or _block_tokens(device)),
     )
