@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def make_model(family: str, folder: str, vocab_size: int = 256) -> None:
+def make_model(family: str, folder: str) -> None:
     import torch
     import transformers as t
 
@@ -55,8 +55,8 @@ def make_model(family: str, folder: str, vocab_size: int = 256) -> None:
         "num_experts_per_tok": 2,
     }
     configs: dict[str, Any] = {
-        "llama": lambda: t.LlamaConfig(**SMALL | {"vocab_size": vocab_size}),
-        "qwen3": lambda: t.Qwen3Config(**SMALL | {"vocab_size": vocab_size}),
+        "llama": lambda: t.LlamaConfig(**SMALL),
+        "qwen3": lambda: t.Qwen3Config(**SMALL),
         "mixtral": lambda: t.MixtralConfig(
             **SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
         ),
