@@ -58,6 +58,7 @@ def test_greedy_tokens_are_those_of_vllm_alone(cluster):
         capture_output=True,
         text=True,
         check=True,
+        timeout=280,
     )
     (line,) = [line for line in alone.stdout.splitlines() if line.startswith("TOKENS")]
     answer = greedy(cluster, ignore_eos=True, return_token_ids=True).json()
