@@ -131,6 +131,7 @@ async def _run_vllm(child: Child) -> None:
         memory=memory,
         sink=sink,
         progress=child.progress,
+        grammar=config.grammar,
     )
     await _serve_engine(child, built, memory, sink, None)
 

@@ -118,7 +118,12 @@ def build_engine(
     host = ThreadEngineHost(
         _scheduler(limits, choice, config, secret),
         ModelRunner(decoder, arena, sink, graphs, one_by_one=apart),
-        grammars=load_compiler(choice.path, choice.spec, grammar),
+        grammars=load_compiler(
+            choice.path,
+            grammar,
+            vocab_size=choice.spec.vocab_size,
+            eos_ids=choice.spec.eos_token_ids,
+        ),
         ahead=choice.device.type != "cpu" if config.plan_ahead is None else config.plan_ahead,
     )
     return BuiltEngine(

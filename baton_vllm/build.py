@@ -2,14 +2,16 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.config.schema import EngineConfig, ModelConfig
+from baton.config.schema import EngineConfig, GrammarConfig, ModelConfig
 from baton.errors import ConfigError, ModelLoadError
 from baton.ids import LayerName, Role
 from baton.layout import KvLayout
+from baton_engine.grammar import load_compiler
+from baton_engine.models.config import resolve_model
 from baton_engine.ports import ArenaAllocator, LayerSink
 from baton_engine.scheduling.limits import EngineLimits
 from baton_vllm.block_events import BlockNames
@@ -19,6 +21,7 @@ from baton_vllm.settings import engine_arguments, missing
 
 if TYPE_CHECKING:
     from baton_vllm.arena import VllmArena
+    from baton_vllm.grammar import GrammarBackend
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ def build_vllm_engine(
     memory: ArenaAllocator,
     sink: LayerSink,
     progress: Callable[[str, float | None], None],
+    grammar: GrammarConfig = GrammarConfig(),  # noqa: B008 - frozen
 ) -> BuiltVllm:
     """Has vLLM load the model and take the memory for its KV pages. Blocks, for minutes with a large model.
 
@@ -70,6 +74,7 @@ def build_vllm_engine(
         memory: Gives the KV pages their bytes, on a CPU.
         sink: Told of pages that are to be sent.
         progress: Called with what is being done.
+        grammar: What the grammars of outputs may cost.
 
     Raises:
         ConfigError: vLLM is missing or of another version, a setting is not one that it takes, or pages would have to be handed off
@@ -103,7 +108,8 @@ def build_vllm_engine(
         vocab_size=vllm_config.model_config.get_vocab_size(),
     )
     eos_ids, names = _eos_ids(vllm_config.model_config), BlockNames(secret, layout)
-    hosted = VllmCore(core, eos_ids)
+    progress("reading the tokenizer", None)
+    hosted = VllmCore(core, eos_ids, _grammars(model, grammar, vllm_config, eos_ids))
     hosted.tell_blocks(names)
     host = VllmEngineHost(
         hosted, hand_offs, limits, stop_ids=frozenset(eos_ids), take_block_changes=names.take
@@ -196,6 +202,18 @@ def _layout(core: Any, vllm_config: Any, spec: Any) -> KvLayout:
             for name in core.scheduler.kv_cache_config.kv_cache_groups[0].layer_names
         ),
     )
+
+
+def _grammars(
+    model: ModelConfig, config: GrammarConfig, vllm_config: Any, eos_ids: Sequence[int]
+) -> "GrammarBackend | None":
+    from baton_vllm.grammar import GrammarBackend
+
+    vocab_size = vllm_config.model_config.get_vocab_size()
+    compiler = load_compiler(
+        resolve_model(model.model, model.revision), config, vocab_size=vocab_size, eos_ids=eos_ids
+    )
+    return None if compiler is None else GrammarBackend(vllm_config, compiler, config, vocab_size)
 
 
 def _eos_ids(model: Any) -> tuple[int, ...]:

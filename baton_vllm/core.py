@@ -14,10 +14,12 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinish
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from baton.errors import InvalidRequestError
+from baton.errors import BatonError, EngineError, InvalidRequestError, UnsupportedParameterError
 from baton.generation import FinishReason, TokenLogprobs
 from baton_vllm.block_events import BlockNames
+from baton_vllm.grammar import GrammarBackend, HeldGrammar
 from baton_vllm.ports import CoreLoad, CoreOutput, Scheduled
 from baton_vllm.requests import CoreRequest
 
@@ -70,10 +72,18 @@ class VllmCore:
     Args:
         core: vLLM's; its scheduler is a `ToldScheduler`.
         eos_ids: The model's end-of-sequence ids.
+        grammars: Compiles grammars; None where they are refused. Closed with the core.
     """
 
-    def __init__(self, core: EngineCore, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self, core: EngineCore, eos_ids: Sequence[int], grammars: GrammarBackend | None
+    ) -> None:
         self._core = core
+        self._grammars = grammars
+        self._held: dict[str, StructuredOutputRequest] = {}
+        if grammars is not None:
+            manager = core.structured_output_manager
+            manager.backend, manager.executor = grammars, grammars.executor
         self._generation = {"eos_token_id": list(eos_ids)} if eos_ids else {}
 
     def tell_blocks(self, names: BlockNames) -> None:
@@ -88,6 +98,10 @@ class VllmCore:
             params.update_from_generation_config(self._generation, None)
             params._bad_words_token_ids = [list(word) for word in request.bad_words] or None
             params.verify(config.model_config, None, config.structured_outputs_config, None)
+            if request.grammar:
+                if self._grammars is None:
+                    raise UnsupportedParameterError("this model cannot be held to a grammar")
+                params.structured_outputs = self._grammars.asked(request.grammar, request.drawn)
             made, wave = self._core.preprocess_add_request(
                 EngineCoreRequest(
                     request_id=request.request_id,
@@ -105,10 +119,14 @@ class VllmCore:
         except (ValueError, TypeError) as error:
             raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
         self._core.add_request(made, wave)
+        if request.grammar:
+            self._held[request.request_id] = made.structured_output_request
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See CorePort."""
         if request_ids:
+            for request_id in request_ids:
+                self._held.pop(request_id, None)
             self._core.abort_requests(list(request_ids))
 
     def go_on(self, request_id: str, token: int) -> None:
@@ -128,7 +146,9 @@ class VllmCore:
         self._core.scheduler.told = scheduled
         outputs, is_executed = self._core.step_fn()
         self._core.post_step(model_executed=is_executed)
-        return [_output(output) for client in (outputs or {}).values() for output in client.outputs]
+        return [
+            self._output(output) for client in (outputs or {}).values() for output in client.outputs
+        ]
 
     def flush(self) -> None:
         """See CorePort."""
@@ -152,19 +172,28 @@ class VllmCore:
         """See CorePort."""
         self._core.shutdown()
 
+    def _output(self, output: EngineCoreOutput) -> CoreOutput:
+        finish = output.finish_reason
+        held = None if finish is None else self._held.pop(output.request_id, None)
+        return CoreOutput(
+            request_id=output.request_id,
+            tokens=output.new_token_ids,
+            finish=_FINISH.get(finish),
+            failed=_fault(held) if finish is VllmFinish.ERROR else None,
+            logprobs=[] if output.new_logprobs is None else _logprobs(output.new_logprobs),
+            prompt_logprobs=None
+            if output.new_prompt_logprobs_tensors is None
+            else tuple(_logprobs(output.new_prompt_logprobs_tensors)),
+        )
 
-def _output(output: EngineCoreOutput) -> CoreOutput:
-    finish = output.finish_reason
-    return CoreOutput(
-        request_id=output.request_id,
-        tokens=output.new_token_ids,
-        finish=_FINISH.get(finish),
-        failed="vLLM could not go on with the request" if finish is VllmFinish.ERROR else "",
-        logprobs=[] if output.new_logprobs is None else _logprobs(output.new_logprobs),
-        prompt_logprobs=None
-        if output.new_prompt_logprobs_tensors is None
-        else tuple(_logprobs(output.new_prompt_logprobs_tensors)),
-    )
+
+def _fault(held: StructuredOutputRequest | None) -> BatonError:
+    """Why vLLM has ended a request with an error: a grammar that could not be compiled, or that the output could not be held to."""
+    grammar = None if held is None else held.grammar
+    fault = grammar.fault if isinstance(grammar, HeldGrammar) else grammar
+    if isinstance(fault, BatonError):
+        return fault
+    return EngineError("vLLM could not go on with the request")
 
 
 def _logprobs(told: Any) -> list[TokenLogprobs]:

@@ -5,6 +5,7 @@ import re
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -60,9 +61,14 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"), "llama", vocab_size=333, num_layers=1)
 
 
+def vocabulary(model: Path) -> dict[str, Any]:
+    spec = load_spec(model)
+    return {"vocab_size": spec.vocab_size, "eos_ids": spec.eos_token_ids}
+
+
 @pytest.fixture(scope="module")
 def compiler(model):
-    compiler = load_compiler(model, load_spec(model), GrammarConfig())
+    compiler = load_compiler(model, GrammarConfig(), **vocabulary(model))
     assert compiler is not None
     yield compiler
     compiler.close()
@@ -312,7 +318,7 @@ def test_an_output_that_its_grammar_does_not_allow_is_refused(compiler):
 
 
 def test_compiled_grammars_are_kept_up_to_a_number(model):
-    compiler = load_compiler(model, load_spec(model), GrammarConfig(max_compiled=2))
+    compiler = load_compiler(model, GrammarConfig(max_compiled=2), **vocabulary(model))
     assert compiler is not None
     for text in ("a", "b", "c", "b", "a"):
         assert not isinstance(compiled(compiler, LLMatcher.grammar_from_regex(text)), BatonError)
@@ -321,7 +327,7 @@ def test_compiled_grammars_are_kept_up_to_a_number(model):
 
 
 def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path, model):
-    assert load_compiler(tmp_path, load_spec(model), GrammarConfig()) is None
+    assert load_compiler(tmp_path, GrammarConfig(), **vocabulary(model)) is None
 
 
 class HeldCompiler:

@@ -185,7 +185,7 @@ class Engine:
                     if index >= reserved.held_blocks:
                         self.page(layer, block)[:] = copy
             first = self.tokens[sender][0]
-            VllmCore(self.core, ()).go_on(receiver, first)
+            VllmCore(self.core, (), None).go_on(receiver, first)
             self.hand_offs.start(receiver, goes_on=True)
             self.hand_offs.end(sender)
         computed = self.computed_tokens(receivers)
