@@ -17,6 +17,7 @@ from baton_engine.cuda_graphs import CudaGraphs, DecodeGraphs
 from baton_engine.device import arena_buffer, choose_device, computing_on, gpu_kind, weigh_gpu
 from baton_engine.grammar import load_compiler
 from baton_engine.host import ThreadEngineHost
+from baton_engine.kernels.cpu.product_choice import Bfloat16Product, choose_product
 from baton_engine.kernels.ports import BatchInvariant
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.kernels.select import check_deterministic, check_quantization, choose_kv_dtype
@@ -33,7 +34,7 @@ from baton_engine.models.config import (
 )
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.loader import load_decoder
-from baton_engine.ports import ArenaAllocator, LayerSink
+from baton_engine.ports import ArenaAllocator, GrammarCounts, LayerSink
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
@@ -54,12 +55,14 @@ class BuiltEngine:
         layout: Shape of its KV pages.
         limits: What it takes.
         page_kernels: Move and check its pages where they lie on a GPU; None otherwise.
+        grammar_counts: What its grammars cost; None where it refuses them.
     """
 
     host: ThreadEngineHost
     layout: KvLayout
     limits: EngineLimits
     page_kernels: PageKernels | None
+    grammar_counts: GrammarCounts | None
 
 
 def build_engine(
@@ -109,25 +112,31 @@ def build_engine(
         quantization=model.quantization,
         kv_dtype=choice.kv_dtype,
         fixed_rows=config.deterministic,
+        product=choice.product,
     )
     if config.compile:
         decoder = compile_glue(decoder)
     apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
     graphs = _graphs(decoder, arena, limits, config)
     progress("reading the tokenizer", None)
+    grammars = load_compiler(
+        choice.path,
+        grammar,
+        vocab_size=choice.spec.vocab_size,
+        eos_ids=choice.spec.eos_token_ids,
+    )
     host = ThreadEngineHost(
         _scheduler(limits, choice, config, secret),
         ModelRunner(decoder, arena, sink, graphs, one_by_one=apart),
-        grammars=load_compiler(
-            choice.path,
-            grammar,
-            vocab_size=choice.spec.vocab_size,
-            eos_ids=choice.spec.eos_token_ids,
-        ),
+        grammars=grammars,
         ahead=choice.device.type != "cpu" if config.plan_ahead is None else config.plan_ahead,
     )
     return BuiltEngine(
-        host=host, layout=choice.layout, limits=limits, page_kernels=page_kernels(arena)
+        host=host,
+        layout=choice.layout,
+        limits=limits,
+        page_kernels=page_kernels(arena),
+        grammar_counts=None if grammars is None else grammars.counts,
     )
 
 
@@ -139,6 +148,7 @@ class _Choice:
     device: torch.device
     spec: ModelSpec
     dtype: torch.dtype
+    product: Bfloat16Product
     kv_dtype: torch.dtype
     layout: KvLayout
 
@@ -148,12 +158,13 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
     check_compile(config, device)
     path = resolve_model(model.model, model.revision)
     spec = load_spec(path)
-    dtype = choose_dtype(spec, model.dtype, device)
+    product = choose_product(config.cpu_product, device)
+    dtype = choose_dtype(spec, model.dtype, device, product)
     check_quantization(model.quantization, device, dtype)
     spec = quantised(spec, model.quantization)
     if config.deterministic:
         check_deterministic(device, dtype)
-        spec = pinned(spec, gpu_kind(device))
+        spec = pinned(spec, gpu_kind(device) or product)
     widened = is_widened(spec, model.dtype, dtype)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device, widened=widened)
     return _Choice(
@@ -161,6 +172,7 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
         device=device,
         spec=spec,
         dtype=dtype,
+        product=product,
         kv_dtype=kv_dtype,
         layout=kv_layout(spec, kv_dtype, config.block_size or _block_tokens(device)),
     )

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from baton.ids import LayerName, Role
 from baton.layout import KvLayout
 from baton_engine.grammar import load_compiler
 from baton_engine.models.config import resolve_model
-from baton_engine.ports import ArenaAllocator, LayerSink
+from baton_engine.ports import ArenaAllocator, GrammarCounts, LayerSink
 from baton_engine.scheduling.limits import EngineLimits
 from baton_vllm.block_events import BlockNames
 from baton_vllm.hand_offs import VllmHandOffs
@@ -21,7 +21,6 @@ from baton_vllm.settings import engine_arguments, missing
 
 if TYPE_CHECKING:
     from baton_vllm.arena import VllmArena
-    from baton_vllm.grammar import GrammarBackend
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +43,7 @@ class BuiltVllm:
         limits: What it takes.
         num_blocks: Pages that a peer may be granted: all but the spare one. vLLM's null block is among them, and never granted.
         hands_off: Whether its pages can be handed to another worker, and another's to it.
+        grammar_counts: What its grammars cost; None where they are refused.
     """
 
     host: VllmEngineHost
@@ -51,6 +51,7 @@ class BuiltVllm:
     limits: EngineLimits
     num_blocks: int
     hands_off: bool
+    grammar_counts: GrammarCounts | None
 
 
 def build_vllm_engine(
@@ -109,7 +110,13 @@ def build_vllm_engine(
     )
     eos_ids, names = _eos_ids(vllm_config.model_config), BlockNames(secret, layout)
     progress("reading the tokenizer", None)
-    hosted = VllmCore(core, eos_ids, _grammars(model, grammar, vllm_config, eos_ids))
+    grammars = load_compiler(
+        resolve_model(model.model, model.revision),
+        grammar,
+        vocab_size=limits.vocab_size,
+        eos_ids=eos_ids,
+    )
+    hosted = VllmCore(core, eos_ids, grammars)
     hosted.tell_blocks(names)
     host = VllmEngineHost(
         hosted, hand_offs, limits, stop_ids=frozenset(eos_ids), take_block_changes=names.take
@@ -121,6 +128,7 @@ def build_vllm_engine(
         limits=limits,
         num_blocks=arena.num_blocks if hands_off else limits.num_blocks,
         hands_off=hands_off,
+        grammar_counts=None if grammars is None else grammars.counts,
     )
 
 
@@ -202,18 +210,6 @@ def _layout(core: Any, vllm_config: Any, spec: Any) -> KvLayout:
             for name in core.scheduler.kv_cache_config.kv_cache_groups[0].layer_names
         ),
     )
-
-
-def _grammars(
-    model: ModelConfig, config: GrammarConfig, vllm_config: Any, eos_ids: Sequence[int]
-) -> "GrammarBackend | None":
-    from baton_vllm.grammar import GrammarBackend
-
-    vocab_size = vllm_config.model_config.get_vocab_size()
-    compiler = load_compiler(
-        resolve_model(model.model, model.revision), config, vocab_size=vocab_size, eos_ids=eos_ids
-    )
-    return None if compiler is None else GrammarBackend(vllm_config, compiler, config, vocab_size)
 
 
 def _eos_ids(model: Any) -> tuple[int, ...]:

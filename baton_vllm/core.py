@@ -18,8 +18,9 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from baton.errors import BatonError, EngineError, InvalidRequestError, UnsupportedParameterError
 from baton.generation import FinishReason, TokenLogprobs
+from baton_engine.ports import GrammarCompiler
 from baton_vllm.block_events import BlockNames
-from baton_vllm.grammar import GrammarBackend, HeldGrammar
+from baton_vllm.grammar import HeldGrammar, hold, new_masks
 from baton_vllm.ports import CoreLoad, CoreOutput, Scheduled
 from baton_vllm.requests import CoreRequest
 
@@ -76,14 +77,17 @@ class VllmCore:
     """
 
     def __init__(
-        self, core: EngineCore, eos_ids: Sequence[int], grammars: GrammarBackend | None
+        self, core: EngineCore, eos_ids: Sequence[int], grammars: GrammarCompiler | None
     ) -> None:
         self._core = core
         self._grammars = grammars
         self._held: dict[str, StructuredOutputRequest] = {}
         if grammars is not None:
             manager = core.structured_output_manager
-            manager.backend, manager.executor = grammars, grammars.executor
+            config = core.vllm_config
+            manager._grammar_bitmask = new_masks(
+                config.scheduler_config.max_num_seqs, config.model_config.get_vocab_size()
+            )
         self._generation = {"eos_token_id": list(eos_ids)} if eos_ids else {}
 
     def tell_blocks(self, names: BlockNames) -> None:
@@ -98,10 +102,6 @@ class VllmCore:
             params.update_from_generation_config(self._generation, None)
             params._bad_words_token_ids = [list(word) for word in request.bad_words] or None
             params.verify(config.model_config, None, config.structured_outputs_config, None)
-            if request.grammar:
-                if self._grammars is None:
-                    raise UnsupportedParameterError("this model cannot be held to a grammar")
-                params.structured_outputs = self._grammars.asked(request.grammar, request.drawn)
             made, wave = self._core.preprocess_add_request(
                 EngineCoreRequest(
                     request_id=request.request_id,
@@ -118,9 +118,12 @@ class VllmCore:
             )
         except (ValueError, TypeError) as error:
             raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
-        self._core.add_request(made, wave)
-        if request.grammar:
+        if request.grammar_of is not None:
+            if self._grammars is None:
+                raise UnsupportedParameterError("this worker's model cannot be held to a grammar")
+            hold(made, request.grammar_of, self._grammars)
             self._held[request.request_id] = made.structured_output_request
+        self._core.add_request(made, wave)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See CorePort."""
@@ -171,6 +174,8 @@ class VllmCore:
     def close(self) -> None:
         """See CorePort."""
         self._core.shutdown()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _output(self, output: EngineCoreOutput) -> CoreOutput:
         finish = output.finish_reason

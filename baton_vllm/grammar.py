@@ -1,26 +1,21 @@
-"""Holds vLLM's outputs to grammars with Baton's own compiler, as a backend of vLLM's structured output.
+"""Holds vLLM's outputs to grammars with Baton's own compiler, where vLLM's structured output has its own ones.
 
-vLLM's backends have no limits on what a grammar may cost, end a text whose grammar has become too complex as if it were complete, and
-know nothing of an output that was begun elsewhere. With this one a request gives the same answers and errors as with Baton's engine.
+Those have no limits on what a grammar may cost, end a text whose grammar has become too complex as if it were complete, and know
+nothing of an output that was begun elsewhere. This way a request gives the same answers and errors as with Baton's engine.
 """
 
-import json
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future
 
 import numpy as np
 import torch
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.structured_output.backend_types import (
-    StructuredOutputBackend,
-    StructuredOutputGrammar,
-)
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from baton.config.schema import GrammarConfig
 from baton.errors import BatonError, InvariantError
-from baton_engine.grammar import MatcherCompiler
-from baton_engine.ports import TokenConstraint
+from baton.generation import Prompt
+from baton_engine.ports import GrammarCompiler, TokenConstraint
 
 
 class HeldGrammar(StructuredOutputGrammar):
@@ -62,53 +57,29 @@ class HeldGrammar(StructuredOutputGrammar):
         raise InvariantError("a grammar is not begun again")
 
 
-class GrammarBackend(StructuredOutputBackend):
-    """Compiles grammars in threads of its own.
+def hold(request: Request, prompt: Prompt, compiler: GrammarCompiler) -> None:
+    """Has `request` wait in vLLM's scheduler until the grammar of `prompt` is compiled, and follow it then.
 
     Args:
-        vllm_config: vLLM's.
-        compiler: Baton's, for the model's tokenizer.
-        config: How many threads.
-        vocab_size: How many tokens the model scores.
-
-    Attributes:
-        executor: The threads.
+        request: Has not been added yet.
+        prompt: With its output so far.
+        compiler: Tells of it in a thread of its own.
     """
+    outcome: Future[StructuredOutputGrammar] = Future()
 
-    def __init__(
-        self, vllm_config: Any, compiler: MatcherCompiler, config: GrammarConfig, vocab_size: int
-    ) -> None:
-        super().__init__(vllm_config, None, vocab_size)
-        self._compiler = compiler
-        self.executor = ThreadPoolExecutor(config.threads, thread_name_prefix="grammar")
-
-    @staticmethod
-    def asked(grammar: str, drawn: Sequence[int]) -> StructuredOutputsParams:
-        """What a request says to vLLM: the grammar, and what of the output is there already."""
-        return StructuredOutputsParams(grammar=json.dumps([grammar, list(drawn)]))
-
-    def compile_grammar(
-        self,
-        request_type: object,  # noqa: ARG002
-        grammar_spec: str,
-        stop_token_ids: set[int] | None = None,  # noqa: ARG002
-    ) -> HeldGrammar:
-        """Compiles what `asked` made.
-
-        Raises:
-            BatonError: The grammar cannot be compiled, or is too complex.
-        """
-        grammar, drawn = json.loads(grammar_spec)
-        constraint = self._compiler.compiled(grammar, drawn)
+    def compiled(constraint: TokenConstraint | BatonError) -> None:
         if isinstance(constraint, BatonError):
-            raise constraint
-        return HeldGrammar(constraint)
+            outcome.set_exception(constraint)
+        else:
+            outcome.set_result(HeldGrammar(constraint))
 
-    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
-        """Every token allowed. [max_num_seqs, words of 32 tokens], int32."""
-        return torch.full((max_num_seqs, -(-self.vocab_size // 32)), -1, dtype=torch.int32)
+    held = StructuredOutputRequest(StructuredOutputsParams(grammar=prompt.sampling.grammar))
+    held.grammar = outcome
+    request.structured_output_request = held
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    compiler.compile(prompt, compiled)
 
-    def destroy(self) -> None:
-        """Ends the threads."""
-        self.executor.shutdown(wait=True, cancel_futures=True)
-        self._compiler.close()
+
+def new_masks(num_rows: int, vocab_size: int) -> torch.Tensor:
+    """Masks that allow every token. `[num_rows, words of 32 tokens]` int32."""
+    return torch.full((num_rows, -(-vocab_size // 32)), -1, dtype=torch.int32)

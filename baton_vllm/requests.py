@@ -44,7 +44,7 @@ SAMPLING: Mapping[str, Treatment] = {
     "min_tokens": Treatment.TRANSLATED,
     "allowed_token_ids": Treatment.TRANSLATED,
     "bad_words": Treatment.TRANSLATED,  # as token ids, past vLLM's tokenizer
-    "grammar": Treatment.TRANSLATED,  # compiled by Baton's compiler, as a backend of vLLM's
+    "grammar": Treatment.TRANSLATED,  # compiled by Baton's compiler, in place of vLLM's
 }
 """Every field of `SamplingParams`. One that is refused, or not here, is refused by its name where it differs from its default."""
 
@@ -55,7 +55,7 @@ PROMPT: Mapping[str, Treatment] = {
     "sampling": Treatment.TRANSLATED,
     "cache_scope": Treatment.TRANSLATED,  # the salt of vLLM's prefix cache
     "slo": Treatment.TRANSLATED,  # its priority; the times are not scheduled for
-    "tenant": Treatment.UNUSED,  # is billed by the pool, which has no blocks of this engine
+    "tenant": Treatment.TRANSLATED,  # takes turns at grammars; the pool, which bills it, has no blocks of this engine
 }
 """Every field of `Prompt`; likewise."""
 
@@ -69,8 +69,7 @@ class CoreRequest:
         tokens: Its prompt.
         params: Arguments of vLLM's `SamplingParams`.
         bad_words: Token sequences that are not to be completed.
-        grammar: What the output has to follow; empty for anything.
-        drawn: The output so far, where it is a part of vLLM's prompt.
+        grammar_of: The prompt whose grammar the output has to follow, its output so far included; None for none.
         salt: Keeps tenants' blocks apart; None for none.
         priority: Lower goes first.
     """
@@ -79,8 +78,7 @@ class CoreRequest:
     tokens: list[int]
     params: Mapping[str, object]
     bad_words: tuple[tuple[int, ...], ...] = field(default=())
-    grammar: str = ""
-    drawn: tuple[int, ...] = ()
+    grammar_of: Prompt | None = None
     salt: str | None = None
     priority: int = 0
 
@@ -140,8 +138,7 @@ def core_requests(seq_id: SeqId, prompt: Prompt) -> list[CoreRequest]:
             tokens=list(prompt.tokens),
             params=_params(prompt, sample, len(prompt.output_tokens)),
             bad_words=prompt.sampling.bad_words,
-            grammar=prompt.sampling.grammar,
-            drawn=prompt.output_tokens,
+            grammar_of=prompt if prompt.sampling.grammar else None,
             salt=prompt.cache_scope or None,
             priority=-prompt.slo.priority,
         )
@@ -171,7 +168,7 @@ def prefill_request(seq_id: SeqId, prompt: Prompt) -> CoreRequest:
     if receiver_draws_first(prompt):
         asked = {name: request.params[name] for name in ("prompt_logprobs", "detokenize")}
         params: dict[str, object] = {"temperature": 0.0, "max_tokens": 1, **asked}
-        return replace(request, request_id=seq_id, params=params, bad_words=(), grammar="")
+        return replace(request, request_id=seq_id, params=params, bad_words=(), grammar_of=None)
     params = dict(request.params) | {
         "max_tokens": 1,
         "min_tokens": int(prompt.sampling.min_tokens > len(prompt.output_tokens)),

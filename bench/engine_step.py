@@ -19,6 +19,7 @@ import torch
 from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId
 from baton_engine.cache.arena import KvArena
+from baton_engine.kernels.cpu.product_choice import AUTO, choose_product
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.select import check_quantization, choose_kv_dtype, select_kernels
 from baton_engine.messages import Generate
@@ -64,7 +65,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as directory:
             write_model(SHAPES[shape], Path(directory))
             spec = load_spec(Path(directory))
-            dtype = choose_dtype(spec, arguments.dtype, _CPU)
+            product = choose_product(arguments.cpu_product, _CPU)
+            dtype = choose_dtype(spec, arguments.dtype, _CPU, product)
             widened = is_widened(spec, arguments.dtype, dtype)
             kv_dtype = choose_kv_dtype("auto", dtype, _CPU, widened=widened)
             check_quantization(arguments.quantization, _CPU, dtype)
@@ -75,6 +77,7 @@ def main() -> None:
                 _CPU,
                 quantization=arguments.quantization,
                 fixed_rows=arguments.deterministic,
+                product=product,
             )
         for case in _cases(arguments):
             bench = Bench(decoder, kv_dtype, case, one_by_one=arguments.deterministic)
@@ -91,6 +94,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="none")
+    parser.add_argument("--cpu-product", default=AUTO, help="as `engine.cpu_product`")
     parser.add_argument("--deterministic", action="store_true", help="as `engine.deterministic`")
     parser.add_argument("--threads", type=int, help="default: torch's own")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])

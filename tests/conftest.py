@@ -39,7 +39,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             native.find(library)
     except native.NotBuiltError:
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-        subprocess.run(command, cwd=native.ROOT, check=True)
+        subprocess.run(command, cwd=native.ROOT, check=True, timeout=600)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the test's timeout begins

@@ -14,7 +14,7 @@ from fakeredis import TcpFakeServer
 from prometheus_client import CollectorRegistry
 
 from baton.redis_link import RefusedValues
-from tests.waits import soon
+from tests.waits import join, soon
 
 REDIS_SERVER = shutil.which("redis-server")
 
@@ -57,7 +57,7 @@ def fake_redis() -> Iterator[str]:
         yield f"redis://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
-        serving.join()
+        join(serving)
         server.server_close()
 
 

@@ -63,7 +63,9 @@ def test_the_wheel_has_our_packages_and_every_variant_of_what_is_compiled(tmp_pa
     left_out = shutil.ignore_patterns(".*", "build", "*.so", "__pycache__", "*.egg-info", "results")
     source = shutil.copytree(ROOT, tmp_path / "source", ignore=left_out)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True, timeout=280
+    )
     (wheel,) = tmp_path.glob("*.whl")
     assert "-py3-none-" in wheel.name
     with zipfile.ZipFile(wheel) as archive:

@@ -1,6 +1,7 @@
 """Waits of tests end after seconds and name what did not come, not by the suite's timeout."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -19,6 +20,17 @@ async def soon(awaitable: Awaitable[_Result], wait_s: float = WAIT_S) -> _Result
     """
     async with asyncio.timeout(wait_s):
         return await awaitable
+
+
+def join(thread: threading.Thread, wait_s: float = WAIT_S) -> None:
+    """Waits until `thread` has ended.
+
+    Raises:
+        TimeoutError: It has not in `wait_s`.
+    """
+    thread.join(wait_s)
+    if thread.is_alive():
+        raise TimeoutError(f"thread {thread.name} goes on after {wait_s:.0f} s")
 
 
 def eventually(holds: Callable[[], bool], wait_s: float = WAIT_S) -> None:

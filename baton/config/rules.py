@@ -73,6 +73,7 @@ PREEMPTIONS = ("arrival", "priority", "slo")
 QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 ENGINES = ("baton", "vllm")
+CPU_PRODUCTS = ("auto", "panels", "pairs", "onednn", "widened")
 KV_DTYPES = ("auto", "fp8_e4m3")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -90,6 +91,7 @@ RULES: tuple[Rule, ...] = (
     Rule(path="model.served_model_name", holds=all, demand="must not hold an empty name"),
     _one_of("engine.kind", ENGINES),
     _one_of("engine.device", DEVICES),
+    _one_of("engine.cpu_product", CPU_PRODUCTS),
     _one_of("engine.kv_cache_dtype", KV_DTYPES),
     Rule(
         path="engine.block_size",
@@ -133,6 +135,7 @@ RULES: tuple[Rule, ...] = (
         holds=lambda v: 1 <= v <= MAX_GRAMMAR_BYTES,
         demand=f"must be from 1 to {MAX_GRAMMAR_BYTES}",
     ),
+    *_above_zero("grammar.check_s_per_minute_per_tenant"),
     *_at_least(1, "tenants.routers"),
     _one_of("simulated.role", [role.value for role in Role]),
     *_above_zero("simulated.prefill_tokens_per_s"),
@@ -306,6 +309,7 @@ def contradiction(config: BatonConfig) -> str | None:
 
 _OWN_ENGINE_ONLY = (
     "compile",
+    "cpu_product",
     "deterministic",
     "output_headroom",
     "plan_ahead",

@@ -49,6 +49,9 @@ class EngineConfig:
         max_num_batched_tokens: Token budget of one step.
         enable_prefix_caching: Keep finished blocks for later prompts.
         num_threads: Threads for computing on the CPU; None divides the machine's cores among its workers.
+        cpu_product: What multiplies bfloat16 weights on a CPU: `panels`, own code for AVX-512 in float32; `pairs`, the same in bfloat16,
+            where the processor multiplies it; `onednn`, torch's of bfloat16; `widened`, torch's of float32; or `auto`, which takes the fastest: compared once per kind of processor, in under a second, and
+            kept in the user's cache directory. Where `deterministic` is set, give all workers the same.
         cuda_graphs: On a GPU, launch the kernels of a decode step all at once; captured at start, which takes some seconds.
         plan_ahead: Plan a step of nothing but decodes, and launch it, while the one before it is computed, so that no GPU waits
             for the host between them; a request that comes meanwhile begins up to a step later. None does so on a GPU; on a CPU
@@ -80,6 +83,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     num_threads: int | None = None
+    cpu_product: str = "auto"
     cuda_graphs: bool = True
     plan_ahead: bool | None = None
     compile: bool = False
@@ -105,6 +109,8 @@ class GrammarConfig:
         step_fuel: Work to find which tokens may come next, once per token: about 70,000 take a millisecond.
         max_compiled: Compiled grammars that a process keeps, those used last.
         max_compiling_per_tenant: Grammars of one tenant that a router checks or has waiting for it; beyond that, 429.
+        check_s_per_minute_per_tenant: Seconds of a processor that a router gives to checking one tenant's new grammars, per minute, and
+            at once to who asked for none before; beyond that, 429 until as much time has passed. A grammar that is known costs nothing.
         threads: Threads that check or compile, per process.
     """
 
@@ -116,6 +122,7 @@ class GrammarConfig:
     step_fuel: int = 100_000
     max_compiled: int = 128
     max_compiling_per_tenant: int = 16
+    check_s_per_minute_per_tenant: float = 6.0
     threads: int = 2
 
 

@@ -157,6 +157,21 @@ def check_instructions() -> Finding:
     return _ok("instructions", ", ".join(present))
 
 
+def check_cpu_products() -> Finding:
+    """What multiplies bfloat16 weights here; measured, for under a second, where no worker has done so. In a process of its own: importing
+    torch takes seconds.
+    """
+    name = "bfloat16 on this CPU"
+    command = [sys.executable, "-m", "baton_engine.kernels.cpu.product_choice"]
+    try:
+        told = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_COMMAND_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return _warn(name, f"not known: {error}", "workers choose at their start")
+    return _ok(name, told.stdout.strip())
+
+
 def check_memory() -> Finding:
     """Weights once per worker, KV pages, and the processes themselves."""
     available, limit = available_bytes(), memory_limit_bytes()
@@ -360,6 +375,7 @@ def all_checks(host: str, port: int) -> list[Callable[[], Finding]]:
     return [
         check_cores,
         check_instructions,
+        check_cpu_products,
         check_memory,
         check_gpus,
         check_packages,

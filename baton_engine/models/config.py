@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from baton.cpu_features import cpu_flags
 from baton.errors import ModelLoadError
 from baton.ids import LayerName
 from baton.layout import DTYPE_BYTES, KvLayout
+from baton_engine.kernels.cpu.product_choice import COMPUTED_IN, Bfloat16Product
 from baton_engine.models.checkpoint import fingerprint, read_checkpoint
 from baton_engine.models.json_fields import JsonFields, read_json_fields
 from baton_engine.models.rotary import RopeScaling, RopeSpec
@@ -168,25 +168,27 @@ def quantised(spec: ModelSpec, quantization: str) -> ModelSpec:
     return replace(spec, fingerprint=f"{spec.fingerprint}-{quantization}")
 
 
-def pinned(spec: ModelSpec, gpu: str = "") -> ModelSpec:
+def pinned(spec: ModelSpec, kind: str) -> ModelSpec:
     """`spec` under a fingerprint of its own, where its KV has the same bits in any batch: other KV must not be taken for it.
 
     Args:
         spec: The model.
-        gpu: The kind of GPU whose instructions say which bits these are; empty on a CPU.
+        kind: Of GPU, or of the CPU's products, which says which bits these are.
     """
-    kind = f"-{gpu}" if gpu else ""
-    return replace(spec, fingerprint=f"{spec.fingerprint}-deterministic{kind}")
+    return replace(spec, fingerprint=f"{spec.fingerprint}-deterministic-{kind}")
 
 
-def choose_dtype(spec: ModelSpec, requested: str, device: torch.device) -> torch.dtype:
+def choose_dtype(
+    spec: ModelSpec, requested: str, device: torch.device, product: Bfloat16Product
+) -> torch.dtype:
     """The dtype to hold weights and KV in.
 
     Args:
         spec: The model.
-        requested: `auto`, or the name of a dtype. `auto` takes the checkpoint's, except on a CPU that cannot multiply it
-            natively: that computes in float32, whose weights may stay narrower (`load_decoder`).
+        requested: `auto`, or the name of a dtype. `auto` takes the checkpoint's, except on a CPU that multiplies it faster in
+            float32, or only so; its weights may stay narrower (`load_decoder`).
         device: Where it will run.
+        product: What multiplies bfloat16 weights on a CPU.
 
     Raises:
         ModelLoadError: `requested` is no dtype that pages can have.
@@ -198,13 +200,12 @@ def choose_dtype(spec: ModelSpec, requested: str, device: torch.device) -> torch
             )
         return _TORCH_DTYPES[requested]
     if device.type == "cpu":
-        native = bool({"amx_bf16", "avx512_bf16"} & cpu_flags())
-        return torch.bfloat16 if native and spec.dtype == "bfloat16" else torch.float32
+        return COMPUTED_IN[product] if spec.dtype == "bfloat16" else torch.float32
     return _TORCH_DTYPES.get(spec.dtype, torch.bfloat16)
 
 
 def is_widened(spec: ModelSpec, requested: str, dtype: torch.dtype) -> bool:
-    """Whether `choose_dtype` gave float32 to a model of bfloat16 unasked, for lack of a processor that multiplies that."""
+    """Whether `choose_dtype` gave float32 to a model of bfloat16 unasked, since the processor multiplies that better."""
     return requested == "auto" and spec.dtype == "bfloat16" and dtype == torch.float32
 
 

@@ -9,12 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from baton_engine.kernels.cpu.matmul import (
-    BFloat16Panels,
-    Int8Panels,
-    reads_bfloat16,
-    streams_bfloat16,
-)
+from baton_engine.kernels.cpu.matmul import BFloat16Panels, Int8Panels, reads_bfloat16
+from baton_engine.kernels.cpu.product_choice import IN_PANELS, Bfloat16Product
 from baton_engine.kernels.ports import BatchInvariant, KernelSet
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
@@ -55,20 +51,23 @@ class PackedLinear:
         return product
 
 
-def pack(linear: Linear, quantization: str = "none") -> Projection:
+def pack(
+    linear: Linear, quantization: str = "none", product: Bfloat16Product = Bfloat16Product.ONEDNN
+) -> Projection:
     """The fastest form of `linear` on its device; a packed one holds a copy of the weight and no more of the original.
 
     Args:
-        linear: On the CPU its weight may be bfloat16 although float32 is computed in, where `streams_bfloat16()`.
+        linear: On the CPU its weight may be bfloat16 although float32 is computed in, where `product` is one of `IN_PANELS`.
         quantization: `none`, or `int8` where `multiplies_int8()`.
+        product: Of bfloat16 weights on a CPU.
     """
     weight = linear.weight
     if quantization == "int8":
         return Int8Panels.pack(weight, linear.bias)
     if weight.device.type != "cpu" or weight.dtype not in _PACKABLE:
         return linear
-    if weight.dtype == torch.bfloat16 and streams_bfloat16():
-        return BFloat16Panels.pack(weight, linear.bias)
+    if weight.dtype == torch.bfloat16 and product in IN_PANELS:
+        return BFloat16Panels.pack(weight, linear.bias, pairs=product is Bfloat16Product.PAIRS)
     if not _can_pack(weight.dtype):
         return linear
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
@@ -115,17 +114,23 @@ class KernelRows:
         return self.kernels.linear(x, self.linear.weight, self.linear.bias, self.out_dtype)
 
 
-def pack_fixed(linear: Linear, quantization: str, kernels: KernelSet) -> Projection:
+def pack_fixed(
+    linear: Linear,
+    quantization: str,
+    kernels: KernelSet,
+    product: Bfloat16Product = Bfloat16Product.ONEDNN,
+) -> Projection:
     """The fastest form of `linear` in which a row's result does not depend on the other rows; see `pack`.
 
     Args:
         linear: As `pack` takes it.
         quantization: The same.
         kernels: Multiply themselves where they are `BatchInvariant`.
+        product: As `pack` takes it.
     """
     if isinstance(kernels, BatchInvariant):
         return KernelRows(linear=linear, kernels=kernels)
-    return fix_rows(pack(linear, quantization))
+    return fix_rows(pack(linear, quantization, product))
 
 
 def fix_rows(product: Projection) -> Projection:

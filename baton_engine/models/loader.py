@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from baton.errors import ModelLoadError
-from baton_engine.kernels.cpu.matmul import streams_bfloat16
+from baton_engine.kernels.cpu.product_choice import AUTO, IN_PANELS, Bfloat16Product, choose_product
 from baton_engine.kernels.ports import HeadNorms, KernelSet
 from baton_engine.kernels.select import select_kernels
 from baton_engine.models.checkpoint import Checkpoint, OpenFile, open_safetensors, read_checkpoint
@@ -46,6 +46,7 @@ def load_decoder(
     quantization: str = "none",
     kv_dtype: torch.dtype | None = None,
     fixed_rows: bool = False,
+    product: Bfloat16Product | None = None,
 ) -> Decoder:
     """Loads the model in `path`. Blocks while reading.
 
@@ -60,22 +61,28 @@ def load_decoder(
         quantization: `none`, or `int8` for the matrices; `check_quantization` says whether that is served here.
         kv_dtype: What pages hold; None for `dtype`.
         fixed_rows: Compute matrix products so that a row's result does not depend on the others (`pack_fixed`).
+        product: Of bfloat16 weights on a CPU; None chooses it as `choose_product` does.
 
     Raises:
         ModelLoadError: A tensor is missing or has the wrong shape, or a file is corrupt.
     """
     chosen = kernels or select_kernels(device, dtype, deterministic=fixed_rows)
 
+    multiplies = product or choose_product(AUTO, device)
+
     def hold(linear: Linear) -> Projection:
-        return (
-            pack_fixed(linear, quantization, chosen) if fixed_rows else pack(linear, quantization)
-        )
+        if fixed_rows:
+            return pack_fixed(linear, quantization, chosen, multiplies)
+        return pack(linear, quantization, multiplies)
 
     def hold_head(weight: torch.Tensor) -> Projection:
         return pack_head(weight, quantization, chosen, fixed_rows=fixed_rows)
 
+    stay_narrow = device.type == "cpu" and dtype == torch.float32 and multiplies in IN_PANELS
     with ExitStack() as files:
-        weights = _Weights(read_checkpoint(path), dtype, device, files, hold, hold_head)
+        weights = _Weights(
+            read_checkpoint(path), dtype, device, files, hold, hold_head, stay_narrow=stay_narrow
+        )
         scaled = kv_dtype == torch.float8_e4m3fn
         return _Assembly(spec, weights, chosen, scaled=scaled).decoder(progress or _ignore)
 
@@ -95,6 +102,8 @@ class _Weights:
         files: ExitStack,
         hold: Callable[[Linear], Projection],
         hold_head: Callable[[torch.Tensor], Projection],
+        *,
+        stay_narrow: bool,
     ) -> None:
         self._checkpoint = checkpoint
         self.dtype = dtype
@@ -102,7 +111,7 @@ class _Weights:
         self._files = files
         self._hold = hold
         self._hold_head = hold_head
-        self._stay_narrow = device.type == "cpu" and dtype == torch.float32 and streams_bfloat16()
+        self._stay_narrow = stay_narrow
         self._open: dict[Path, OpenFile] = {}
 
     def vector(self, name: str, size: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from baton import native
-from baton.cpu_features import cpu_flags
+from baton.cpu_features import cpu_flags, cpu_name
 
 _VERSIONS = ("torch", "transformers", "grpcio", "fastapi", "uvicorn", "numpy")
 
@@ -65,7 +65,7 @@ def _revision() -> str:
 def _hardware() -> dict[str, str | int | float]:
     return {
         "machine": platform.machine(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name() or platform.processor(),
         "cores": psutil.cpu_count() or 0,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpu": "none",
@@ -75,8 +75,7 @@ def _hardware() -> dict[str, str | int | float]:
 def _kernels() -> dict[str, str | bool]:
     """Which compiled code a process takes here: the variant of each library, and what its processor multiplies by itself.
 
-    Of the CPU kernels' products of bfloat16, `streams_bfloat16` in `baton_engine.kernels.cpu.matmul` says which runs: those of the
-    library where the processor has neither AMX nor AVX-512 for bfloat16, torch's (oneDNN) elsewhere.
+    Which of the CPU's products of bfloat16 runs, `baton_engine.kernels.cpu.product_choice` decides by measuring.
     """
     variants = {library.path.rpartition("/")[2]: _variant(library) for library in native.LIBRARIES}
     return variants | {flag: flag in cpu_flags() for flag in _PRODUCTS}
@@ -88,10 +87,3 @@ def _variant(library: native.Library) -> str:
     except native.NotBuiltError:
         return "not built"
     return file.stem.removeprefix(f"{library.path.rpartition('/')[2]}_")
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()

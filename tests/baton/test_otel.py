@@ -5,6 +5,7 @@ import pytest
 from baton.clock import ManualClock
 from baton.config.schema import TraceConfig
 from baton.telemetry.otel import OtelTracer, open_tracer
+from tests.waits import WAIT_S
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -25,11 +26,11 @@ class StuckProcessor:
         pass
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        self.given_up.wait()
+        assert self.given_up.wait(WAIT_S)
         return False
 
     def shutdown(self) -> None:
-        self.given_up.wait()
+        assert self.given_up.wait(WAIT_S)
 
 
 def test_closing_gives_a_collector_up_that_does_not_answer():

@@ -2,6 +2,7 @@ import asyncio
 import threading
 
 from baton.rpc.mailbox import Mailbox
+from tests.waits import join
 
 
 async def test_items_of_one_thread_arrive_in_order_and_none_is_lost():
@@ -24,7 +25,7 @@ async def test_items_of_one_thread_arrive_in_order_and_none_is_lost():
         thread.start()
     await asyncio.wait_for(everything.wait(), 30)
     for thread in threads:
-        thread.join()
+        join(thread)
     for thread_number in range(4):
         assert [n for t, n in got if t == thread_number] == list(range(1000))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from baton.errors import ModelLoadError
 from baton_cluster.launch.child import Child, run
+from tests.waits import WAIT_S
 
 
 async def fake(child: Child) -> None:
@@ -33,7 +34,7 @@ async def fake(child: Child) -> None:
     if behaviour == "lives-twice" and not _was_here(part.name, child):
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "loads-for-ever":
-        await asyncio.to_thread(threading.Event().wait)
+        await asyncio.to_thread(threading.Event().wait, 10 * WAIT_S)
     if behaviour == "ignores-sigterm":
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -49,7 +50,8 @@ async def fake(child: Child) -> None:
 async def _serve(child: Child) -> None:
     child.ready()
     if "hangs" in child.assignment.config.model.model:
-        threading.Event().wait()  # The loop is blocked: neither a signal nor the lifeline reaches it.
+        # The loop is blocked: neither a signal nor the lifeline reaches it.
+        threading.Event().wait(10 * WAIT_S)
     await child.stop.wait()
     _record_end(child)
 

@@ -127,7 +127,7 @@ def _dump(what: str, cubin: Path) -> str:
     import triton
 
     command = [triton.knobs.nvidia.cuobjdump.path, what, str(cubin)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from baton_engine.kernels.cpu.matmul import (
     multiplies_bfloat16,
     multiplies_int8,
     reads_bfloat16,
-    streams_bfloat16,
 )
+from baton_engine.kernels.cpu.product_choice import Bfloat16Product
 from baton_engine.kernels.reference import linear_int8, quantise_columns
 from baton_engine.models.linear import Linear, pack
 
@@ -18,9 +18,6 @@ ROWS = (1, 2, 3, 4, 5, 7, 11, 12, 13, 25, 250)
 SIZES = pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (63, 31), (64, 33), (577, 300)])
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
-)
-needs_bfloat16 = pytest.mark.skipif(
-    not streams_bfloat16(), reason="bfloat16 weights are not streamed on this processor"
 )
 needs_pairs = pytest.mark.skipif(
     not multiplies_bfloat16(), reason="this processor multiplies no bfloat16 with AVX-512"
@@ -38,7 +35,7 @@ def _weight(outputs, inputs):
     return torch.randn(outputs, inputs).bfloat16()
 
 
-@needs_bfloat16
+@needs_panels
 @DTYPES
 @SIZES
 def test_bfloat16_weights_give_what_widened_ones_give(inputs, outputs, dtype):
@@ -50,6 +47,18 @@ def test_bfloat16_weights_give_what_widened_ones_give(inputs, outputs, dtype):
         expected = linear(x.float(), weight.float(), bias).to(dtype)
         scale = float(inputs) ** 0.5
         torch.testing.assert_close(product(x), expected, atol=tolerance * scale, rtol=tolerance)
+
+
+@needs_pairs
+@SIZES
+def test_pairs_of_bfloat16_give_the_wide_result_rounded(inputs, outputs):
+    weight, bias = _weight(outputs, inputs), torch.randn(outputs)
+    product = BFloat16Panels.pack(weight, bias, pairs=True)
+    for rows in ROWS:
+        x = torch.randn(rows, inputs).bfloat16()
+        assert torch.equal(product(x), product.wide(x).bfloat16())
+        widened = BFloat16Panels.pack(weight, bias)(x.float())
+        assert torch.equal(product(x.float()), widened)
 
 
 @needs_panels
@@ -103,7 +112,7 @@ def test_int8_weights_agree_with_their_twin(inputs, outputs, dtype):
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(BFloat16Panels, marks=needs_bfloat16),
+        pytest.param(BFloat16Panels, marks=needs_panels),
         pytest.param(Int8Panels, marks=needs_int8),
     ],
 )
@@ -138,7 +147,7 @@ def test_an_outlier_costs_precision_in_its_own_group_only():
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(BFloat16Panels, marks=needs_bfloat16),
+        pytest.param(BFloat16Panels, marks=needs_panels),
         pytest.param(Int8Panels, marks=needs_int8),
     ],
 )
@@ -158,7 +167,7 @@ def test_an_output_whose_weights_are_all_zero_is_zero():
     assert not Int8Panels.pack(weight, None)(torch.randn(2, 64))[:, 5].any()
 
 
-@needs_bfloat16
+@needs_panels
 def test_a_strided_or_mistyped_input_is_refused():
     product = BFloat16Panels.pack(_weight(8, 8), None)
     for wrong in (torch.randn(8, 8).T, torch.randn(8, 8).half(), torch.randn(8, 9)):
@@ -166,9 +175,10 @@ def test_a_strided_or_mistyped_input_is_refused():
             product(wrong)
 
 
-@needs_bfloat16
+@needs_panels
 def test_bfloat16_weights_are_packed_in_panels():
-    assert isinstance(pack(Linear(weight=_weight(8, 8))), BFloat16Panels)
+    packed = pack(Linear(weight=_weight(8, 8)), product=Bfloat16Product.PANELS)
+    assert isinstance(packed, BFloat16Panels)
 
 
 @needs_int8

@@ -13,7 +13,8 @@ from baton.ids import SeqId
 from baton_engine.build import build_engine
 from baton_engine.host import ThreadEngineHost
 from baton_engine.kernels import select
-from baton_engine.kernels.cpu.matmul import multiplies_int8, streams_bfloat16
+from baton_engine.kernels.cpu.matmul import multiplies_int8, reads_bfloat16
+from baton_engine.kernels.cpu.product_choice import AUTO, Bfloat16Product, choose_product
 from baton_engine.kernels.select import check_deterministic
 from baton_engine.messages import Generate, Prefill, Receive, Release, StepEvents
 from baton_engine.models.config import load_spec, pinned
@@ -230,7 +231,8 @@ def _products_keep_rows_apart(kind: Kind) -> bool:
     if kind.quantization == "int8":
         return multiplies_int8()
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(kind.dtype)
-    product, x = pack(Linear(weight=weight)), torch.randn(200, 64).to(kind.dtype)
+    chosen = choose_product(AUTO, torch.device("cpu"))
+    product, x = pack(Linear(weight=weight), product=chosen), torch.randn(200, 64).to(kind.dtype)
     whole = product(x)
     return all(torch.equal(product(x[:rows]), whole[:rows]) for rows in (1, 2, 8, 20, 100))
 
@@ -269,16 +271,17 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(inputs, outputs, threa
 
 
 def test_products_over_panels_need_no_fixing():
-    if not streams_bfloat16():
-        pytest.skip("bfloat16 weights are not streamed on this processor")
-    panels = pack(Linear(weight=torch.randn(64, 64).bfloat16()))
+    if not reads_bfloat16():
+        pytest.skip("this processor has no AVX-512, or the kernels are not built")
+    weight = torch.randn(64, 64).bfloat16()
+    panels = pack(Linear(weight=weight), product=Bfloat16Product.PANELS)
     assert fix_rows(panels) is panels
 
 
 def test_kv_of_the_mode_is_not_taken_for_other_kv(tmp_path):
     spec = load_spec(make_model(tmp_path, "llama"))
-    kinds = {spec, pinned(spec), pinned(spec, "sm80"), pinned(spec, "sm90")}
-    assert len({kind.fingerprint for kind in kinds}) == 4
+    kinds = {spec, *(pinned(spec, kind) for kind in ("panels", "onednn", "sm80", "sm90"))}
+    assert len({kind.fingerprint for kind in kinds}) == 5
 
 
 class HostBytes:
@@ -317,7 +320,7 @@ def test_an_engine_with_the_setting_is_built_so(tmp_path):
             sink=None,
             progress=lambda what, part: None,
         )
-        assert built.layout.model_fingerprint.endswith("-deterministic")
+        assert "-deterministic-" in built.layout.model_fingerprint
         found.append(_drawn(built.host, wanted))
     assert found[0] == found[1]
 

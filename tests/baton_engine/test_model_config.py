@@ -7,7 +7,7 @@ from huggingface_hub.utils._paths import filter_repo_objects
 
 from baton import cpu_features
 from baton.errors import ModelLoadError
-from baton_engine.models import config as model_config
+from baton_engine.kernels.cpu.product_choice import Bfloat16Product
 from baton_engine.models.config import (
     choose_dtype,
     is_widened,
@@ -172,21 +172,22 @@ def test_what_the_hub_refuses_is_one_clear_line(monkeypatch):
         resolve_model("org/model")
 
 
-def test_auto_is_bfloat16_only_where_the_cpu_multiplies_it(tmp_path, monkeypatch):
+def test_auto_is_bfloat16_on_a_cpu_only_where_that_is_multiplied_in_bfloat16(tmp_path):
     spec = load_spec(make_model(tmp_path, "llama", dtype=torch.bfloat16))
     assert spec.dtype == "bfloat16"
-    for flags, expected in (({"avx512f"}, torch.float32), ({"amx_bf16"}, torch.bfloat16)):
-        monkeypatch.setattr(model_config, "cpu_flags", lambda flags=flags: frozenset(flags))
-        assert choose_dtype(spec, "auto", CPU) == expected
-        assert is_widened(spec, "auto", expected) == (expected == torch.float32)
+    for product in Bfloat16Product:
+        narrow = product in (Bfloat16Product.ONEDNN, Bfloat16Product.PAIRS)
+        expected = torch.bfloat16 if narrow else torch.float32
+        assert choose_dtype(spec, "auto", CPU, product) == expected
+        assert is_widened(spec, "auto", expected) == (not narrow)
         assert not is_widened(spec, "float32", torch.float32)
-    assert choose_dtype(spec, "auto", torch.device("cuda")) == torch.bfloat16
-    assert choose_dtype(spec, "float16", CPU) == torch.float16
+        assert choose_dtype(spec, "auto", torch.device("cuda"), product) == torch.bfloat16
+        assert choose_dtype(spec, "float16", CPU, product) == torch.float16
 
 
 def test_an_unknown_dtype_is_refused(directory):
     with pytest.raises(ModelLoadError, match="int4"):
-        choose_dtype(load_spec(directory), "int4", CPU)
+        choose_dtype(load_spec(directory), "int4", CPU, Bfloat16Product.WIDENED)
 
 
 def test_the_layout_has_one_named_arena_per_layer(directory):

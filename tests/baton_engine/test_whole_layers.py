@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from baton.generation import SamplingParams
-from baton_engine.kernels.cpu.matmul import multiplies_int8, streams_bfloat16
+from baton_engine.kernels.cpu.matmul import multiplies_bfloat16, multiplies_int8, reads_bfloat16
+from baton_engine.kernels.cpu.product_choice import Bfloat16Product
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.models.config import load_spec
 from baton_engine.models.inputs import InputBuilder
@@ -18,9 +19,15 @@ BLOCK_TOKENS = 16
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 KINDS = [
     pytest.param(
-        "none",
+        "panels",
         marks=pytest.mark.skipif(
-            not streams_bfloat16(), reason="bfloat16 weights are not streamed on this processor"
+            not reads_bfloat16(), reason="no AVX-512 here, or no kernels built"
+        ),
+    ),
+    pytest.param(
+        "pairs",
+        marks=pytest.mark.skipif(
+            not multiplies_bfloat16(), reason="this processor multiplies no bfloat16 with AVX-512"
         ),
     ),
     pytest.param(
@@ -47,9 +54,16 @@ class Recorder:
         self.calls.append(("after", layer_index))
 
 
-def _decoder(path, family, quantization, dtype=torch.float32):
+def _decoder(path, family, kind, dtype=torch.float32):
     directory = make_model(path, family, dtype=torch.bfloat16)
-    decoder = load_decoder(directory, load_spec(directory), dtype, CPU, quantization=quantization)
+    decoder = load_decoder(
+        directory,
+        load_spec(directory),
+        dtype,
+        CPU,
+        quantization="int8" if kind == "int8" else "none",
+        product=Bfloat16Product.PAIRS if kind == "pairs" else Bfloat16Product.PANELS,
+    )
     assert decoder.whole_layers is not None
     return decoder
 
@@ -75,36 +89,36 @@ def _run(decoder, rows, hooks=None, kv_dtype=None):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("quantization", KINDS)
-def test_whole_layers_give_the_bits_of_their_parts(tmp_path, family, quantization, dtype):
-    whole = _decoder(tmp_path, family, quantization, dtype)
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_layers_give_the_bits_of_their_parts(tmp_path, family, kind, dtype):
+    whole = _decoder(tmp_path, family, kind, dtype)
     parts = replace(whole, whole_layers=None)
     for rows in (ROWS, ROWS[:1]):
         for together, apart in zip(_run(whole, rows), _run(parts, rows), strict=True):
             assert torch.equal(together, apart)
 
 
-@pytest.mark.parametrize("quantization", KINDS)
-def test_bfloat16_pages_under_float32_give_the_bits_of_the_parts_too(tmp_path, quantization):
-    whole = _decoder(tmp_path, "llama", quantization)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_pages_under_float32_give_the_bits_of_the_parts_too(tmp_path, kind):
+    whole = _decoder(tmp_path, "llama", kind)
     parts = replace(whole, whole_layers=None)
     both = [_run(decoder, ROWS, kv_dtype=torch.bfloat16) for decoder in (whole, parts)]
     for together, apart in zip(*both, strict=True):
         assert torch.equal(together, apart)
 
 
-@pytest.mark.parametrize("quantization", KINDS)
-def test_whoever_takes_part_between_layers_is_called_and_changes_nothing(tmp_path, quantization):
-    decoder, recorder = _decoder(tmp_path, "llama", quantization), Recorder()
+@pytest.mark.parametrize("kind", KINDS)
+def test_whoever_takes_part_between_layers_is_called_and_changes_nothing(tmp_path, kind):
+    decoder, recorder = _decoder(tmp_path, "llama", kind), Recorder()
     watched, alone = _run(decoder, ROWS, recorder), _run(decoder, ROWS)
     assert all(map(torch.equal, watched, alone))
     layers = range(len(decoder.layers))
     assert recorder.calls == [(when, index) for index in layers for when in ("before", "after")]
 
 
-@pytest.mark.parametrize("quantization", KINDS)
-def test_a_step_without_logits_writes_its_pages(tmp_path, quantization):
-    decoder = _decoder(tmp_path, "llama", quantization)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_without_logits_writes_its_pages(tmp_path, kind):
+    decoder = _decoder(tmp_path, "llama", kind)
     texts, blocks = make_texts([[5] * 20], PARAMS, block_tokens=BLOCK_TOKENS, chunks=(20,))
     _, arena = make_runner(decoder, block_tokens=BLOCK_TOKENS, num_blocks=blocks)
     row = Row(seq=texts[0].seq, start=0, num_tokens=20, samples=())
@@ -113,18 +127,18 @@ def test_a_step_without_logits_writes_its_pages(tmp_path, quantization):
     assert all(arena.layer(index).any() for index in range(len(decoder.layers)))
 
 
-@pytest.mark.parametrize("quantization", KINDS)
-def test_pages_of_another_dtype_are_refused(tmp_path, quantization):
-    decoder = _decoder(tmp_path, "llama", quantization)
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_of_another_dtype_are_refused(tmp_path, kind):
+    decoder = _decoder(tmp_path, "llama", kind)
     pages = torch.zeros(1, decoder.spec.num_kv_heads, 2, 16, decoder.spec.head_dim)
     with pytest.raises(ValueError, match="pages of layer 0 must be contiguous"):
         decoder.whole_layers.use_pages([pages.half()])
 
 
 @pytest.mark.parametrize("length", [1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 64])
-@pytest.mark.parametrize("quantization", KINDS)
-def test_scores_are_finite_around_the_borders_of_pages(tmp_path, quantization, length):
-    decoder = _decoder(tmp_path, "llama", quantization)
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_finite_around_the_borders_of_pages(tmp_path, kind, length):
+    decoder = _decoder(tmp_path, "llama", kind)
     for new in {1, length}:
         logits, _ = _run(decoder, [(length, new)])
         assert logits.isfinite().all()

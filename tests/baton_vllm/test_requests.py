@@ -61,10 +61,10 @@ def test_a_grammar_brings_the_output_that_it_has_to_read_and_overrides_ignore_eo
     prompt = prompt_of(grammar="start: /a+/", ignore_eos=True)
     (fresh,) = core_requests(SEQ, prompt)
     (resumed,) = core_requests(SEQ, replace(prompt, output_tokens=(4, 5)))
-    assert (fresh.grammar, fresh.drawn) == ("start: /a+/", ())
-    assert (resumed.grammar, resumed.drawn) == ("start: /a+/", (4, 5))
+    assert fresh.grammar_of == prompt
+    assert resumed.grammar_of == replace(prompt, output_tokens=(4, 5))
     assert not fresh.params["ignore_eos"]
-    assert prefill_request(SEQ, prompt).grammar == ""
+    assert prefill_request(SEQ, prompt).grammar_of is None
 
 
 def test_scope_and_priority_become_salt_and_order():

@@ -34,6 +34,7 @@ def tokens_of_vllm(model: Path, asked: list[Asked]) -> list[list[int]]:
         capture_output=True,
         text=True,
         check=True,
+        timeout=280,
     )
     lines = [line for line in run.stdout.splitlines() if line.startswith("TOKENS")]
     return [json.loads(line.removeprefix("TOKENS")) for line in lines]

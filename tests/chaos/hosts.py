@@ -33,8 +33,12 @@ def why_not() -> str:
         return "network namespaces need root"
     probe = f"baton-probe-{os.getpid()}"
     try:
-        subprocess.run(["ip", "netns", "add", probe], check=True, capture_output=True)
-        subprocess.run(["ip", "netns", "del", probe], check=True, capture_output=True)
+        subprocess.run(
+            ["ip", "netns", "add", probe], check=True, capture_output=True, timeout=_STOP_S
+        )
+        subprocess.run(
+            ["ip", "netns", "del", probe], check=True, capture_output=True, timeout=_STOP_S
+        )
     except (OSError, subprocess.CalledProcessError) as error:
         return f"no network namespaces here: {error}"
     return ""
@@ -140,7 +144,9 @@ class Hosts:
 
 
 def _ip(*words: str) -> str:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["ip", *words], capture_output=True, text=True, check=False, timeout=_STOP_S
+    )
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
     return done.stdout
 
@@ -237,7 +243,7 @@ class HostedCluster:
                 process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                process.wait(_STOP_S)
 
 
 @contextmanager

@@ -114,7 +114,13 @@ def run_file(checkout: Path, path: str, url: str) -> list[Case]:
             command.remove("0")
             command.append("--override-ini=addopts=")
         done = subprocess.run(
-            command, cwd=checkout, env=environment, capture_output=True, text=True, check=False
+            command,
+            cwd=checkout,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=1800,
         )
         if done.returncode not in (0, 1):
             raise RuntimeError(f"{path} does not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -148,7 +154,7 @@ def _count(group: str, cases: list[Case], report: Report) -> None:
 
 def _has_xdist() -> bool:
     listed = subprocess.run(
-        [sys.executable, "-c", "import xdist"], capture_output=True, check=False
+        [sys.executable, "-c", "import xdist"], capture_output=True, check=False, timeout=60
     )
     return listed.returncode == 0
 

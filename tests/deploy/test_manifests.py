@@ -302,6 +302,7 @@ def test_kustomize_renders(folder):
         capture_output=True,
         text=True,
         check=False,
+        timeout=60,
     )
     assert shown.returncode == 0, shown.stderr
     kinds = [one["kind"] for one in yaml.safe_load_all(shown.stdout)]

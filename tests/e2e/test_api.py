@@ -105,7 +105,9 @@ def test_curl_streams_server_sent_events(cluster: Served) -> None:
     body = json.dumps(_ask() | {"stream": True})
     command = ["curl", "-sN", f"{cluster.url}/v1/chat/completions"]
     command += ["-H", "content-type: application/json", "-d", body]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.splitlines()
     events = [line for line in lines if line]
     assert events[-1] == "data: [DONE]"
     assert all(line.startswith("data: ") for line in events)
@@ -126,7 +128,7 @@ def test_operators_find_what_they_look_for(cluster: Served, path: str) -> None:
 def test_status_lists_both_workers(cluster: Served) -> None:
     command = [sys.executable, "-m", "baton_cluster.cli.main", "status", "--json"]
     command += ["--runtime-dir", str(cluster.runtime_dir)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     roles = {worker["role"] for worker in json.loads(shown.stdout)["workers"]}
     assert roles == {"prefill", "decode"}
 

@@ -114,7 +114,7 @@ class PushingSink:
             self.failures.append(failure)
         self._outstanding.release()
 
-    def wait(self) -> None:
+    def until_written(self) -> None:
         for _ in range(self._num_pushes):
             assert self._outstanding.acquire(timeout=20)
 
@@ -159,7 +159,7 @@ def handed_off(checkpoint: Path, tmp_path: Path, kv_dtype: str = "auto") -> list
     sink.writer = sender.connect(receiver.handle(), p.built.layout)
     p.built.host.submit(Prefill(seq_id=SEQ, prompt=prompt))
     first = next(event for event in p.events() if isinstance(event, Sampled)).tokens
-    sink.wait()
+    sink.until_written()
 
     assert sink.failures == []
     layers = range(len(p.built.layout.layers))

@@ -49,7 +49,7 @@ class Outcome:
         self.errors.append(error)
         self._came.release()
 
-    def wait(self, count: int = 1) -> list[TransferError | None]:
+    def until_done(self, count: int = 1) -> list[TransferError | None]:
         for _ in range(count):
             assert self._came.acquire(timeout=TIMEOUT_S)
         return self.errors
@@ -119,7 +119,7 @@ class BackendConformance:
             wanted[layer, there] = page(link.source, SENDER_BLOCKS, layer, here)
         outcome = Outcome()
         writer.push(push(layer, source, target), outcome.done)
-        assert outcome.wait() == [None]
+        assert outcome.until_done() == [None]
         for (at, block), expected in wanted.items():
             assert page(link.target, RECEIVER_BLOCKS, at, block) == expected
 
@@ -141,10 +141,10 @@ class BackendConformance:
         before = bytes(link.target)
         outcome = Outcome()
         writer.push(wrong, outcome.done)
-        assert isinstance(outcome.wait()[0], TransferError)
+        assert isinstance(outcome.until_done()[0], TransferError)
         assert bytes(link.target) == before
         writer.push(push(0, [1], [1]), outcome.done)
-        assert outcome.wait()[1] is None
+        assert outcome.until_done()[1] is None
 
     def test_a_push_whose_lease_is_over_is_given_up_and_writes_nothing(self, link: Link):
         fill(link.target)
@@ -152,7 +152,7 @@ class BackendConformance:
         writer = link.sender.connect(link.receiver.handle(), LAYOUT, lease=OverLease())
         outcome = Outcome()
         writer.push(push(0, [0], [0]), outcome.done)
-        assert isinstance(outcome.wait()[0], LeaseExpiredError)
+        assert isinstance(outcome.until_done()[0], LeaseExpiredError)
         assert bytes(link.target) == before
         writer.close()
 
@@ -218,7 +218,7 @@ class SeveralPeersConformance:
         outcome = Outcome()
         for block in range(SENDER_BLOCKS):
             writers[block % 2].push(push(1, [block], [block]), outcome.done)
-        assert outcome.wait(SENDER_BLOCKS) == [None] * SENDER_BLOCKS
+        assert outcome.until_done(SENDER_BLOCKS) == [None] * SENDER_BLOCKS
         for block in range(SENDER_BLOCKS):
             written = page(link.target, RECEIVER_BLOCKS, 1, block)
             assert written == page(link.source, SENDER_BLOCKS, 1, block)
@@ -248,7 +248,7 @@ class ShardedConformance:
         writer = link.sender.connect(link.receiver.handle(), here, LAYOUT)
         outcome = Outcome()
         writer.push(push(1, [3, 4, 0], [7, 8, 2]), outcome.done)
-        assert outcome.wait() == [None]
+        assert outcome.until_done() == [None]
         assert bytes(link.target) == bytes(wanted)
         writer.close()
 
@@ -259,7 +259,7 @@ class ShardedConformance:
         writer = link.sender.connect(link.receiver.handle(), here, LAYOUT)
         outcome = Outcome()
         writer.push(push(0, [5], [6]), outcome.done)
-        assert outcome.wait() == [None]
+        assert outcome.until_done() == [None]
         assert page(link.target, RECEIVER_BLOCKS, 2, 6) == _page_of(link, here, 0, 5)
         writer.close()
 
@@ -269,7 +269,7 @@ class ShardedConformance:
         before = bytes(link.target)
         outcome = Outcome()
         writer.push(push(1, [0], [0]), outcome.done)
-        assert isinstance(outcome.wait()[0], TransferError)
+        assert isinstance(outcome.until_done()[0], TransferError)
         assert bytes(link.target) == before
         writer.close()
 
@@ -293,13 +293,13 @@ class RemoteConformance(BackendConformance):
         assert link.kill_receiver is not None
         outcome = Outcome()
         writer.push(push(0, [0], [0]), outcome.done)
-        assert outcome.wait() == [None]
+        assert outcome.until_done() == [None]
         for _ in range(200):
             writer.push(push(1, list(range(12)), list(range(19, 7, -1))), outcome.done)
         link.kill_receiver()
         for _ in range(200):
             writer.push(push(1, list(range(12)), list(range(19, 7, -1))), outcome.done)
-        assert len(outcome.wait(400)) == 401
+        assert len(outcome.until_done(400)) == 401
         writer.close()
 
     def test_a_writer_closes_though_the_receiver_is_killed(self, link: Link, writer: KvWriter):
@@ -320,7 +320,7 @@ class RevocableConformance(RemoteConformance, SeveralPeersConformance):
         link.kill_receiver()
         outcome = Outcome()
         writer.push(push(0, [0], [0]), outcome.done)
-        assert isinstance(outcome.wait()[0], TransferError)
+        assert isinstance(outcome.until_done()[0], TransferError)
 
     def test_a_revoked_peer_leaves_by_itself(self, link: Link):
         handle = link.receiver.handle()
@@ -331,7 +331,7 @@ class RevocableConformance(RemoteConformance, SeveralPeersConformance):
         before = bytes(link.target)
         outcome = Outcome()
         writer.push(push(0, [0], [0]), outcome.done)
-        assert isinstance(outcome.wait()[0], TransferError)
+        assert isinstance(outcome.until_done()[0], TransferError)
         assert bytes(link.target) == before
         writer.close()
 
@@ -348,5 +348,5 @@ class RevocableConformance(RemoteConformance, SeveralPeersConformance):
             fill(link.target)
             before = bytes(link.target)
             writer.close()
-            assert len(outcome.wait(200)) == 200
+            assert len(outcome.until_done(200)) == 200
             assert bytes(link.target) == before

@@ -60,7 +60,7 @@ class Rank:
                 if name in there.layers:
                     writer.push(pages_of(asked, index), outcome.done)
                     count += 1
-        return [error.message for error in outcome.wait(count) if error is not None]
+        return [error.message for error in outcome.until_done(count) if error is not None]
 
     def read(self, asked: dict[str, Any]) -> str:
         """All its memory."""

@@ -22,6 +22,7 @@ from tests.kv_transfer.conformance import (
     Link,
 )
 from tests.kv_transfer.device_memory import DeviceMemory
+from tests.waits import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,7 +52,7 @@ class Child:
     def end(self) -> None:
         self.spent = True
         self.process.kill()
-        self.process.communicate()
+        self.process.communicate(timeout=WAIT_S)
 
 
 class RemoteReceiver:

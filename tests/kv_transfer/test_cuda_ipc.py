@@ -145,7 +145,7 @@ class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance, SeveralPeer
         link.driver.broken = True
         outcome = Outcome()
         writer.push(push(0, [0], [0]), outcome.done)
-        (error,) = outcome.wait()
+        (error,) = outcome.until_done()
         assert isinstance(error, TransferError)
         assert "launch failure" in error.message
 
@@ -160,11 +160,11 @@ class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance, SeveralPeer
         fill(link.source)
         outcome = Outcome()
         writer.push(push(0, [2], [1]), outcome.done)
-        (error,) = outcome.wait()
+        (error,) = outcome.until_done()
         assert isinstance(error, TransferError)
         assert "out of memory" in error.message
         writer.push(push(0, [2], [1]), outcome.done)
-        assert outcome.wait() == [error, None]
+        assert outcome.until_done() == [error, None]
         assert page(link.target, RECEIVER_BLOCKS, 0, 1) == page(link.source, SENDER_BLOCKS, 0, 2)
         writer.close()
 
@@ -183,7 +183,7 @@ class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance, SeveralPeer
                 computed = replace(push(event, [block], [block]), ready=Written(event=event))
                 writer.push(computed, outcome.done)
         mover.go.set()
-        assert outcome.wait(7) == [None] * 7
+        assert outcome.until_done(7) == [None] * 7
         assert mover.together == [1, 3, 3]
         for block in (1, 2, 3):
             written = page(link.target, RECEIVER_BLOCKS, 2, block)
@@ -196,7 +196,7 @@ class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance, SeveralPeer
         writer.push(replace(push(0, [2], [1]), ready=Written(event=7)), outcome.done)
         fill(link.source)
         written.set()
-        assert outcome.wait() == [None]
+        assert outcome.until_done() == [None]
         assert page(link.target, RECEIVER_BLOCKS, 0, 1) == page(link.source, SENDER_BLOCKS, 0, 2)
 
 

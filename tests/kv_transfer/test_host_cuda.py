@@ -39,7 +39,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread"]
     source = Path(__file__).parent / "host_cuda.c"
     subprocess.run(
-        [compiler, *flags, "-isystem", str(headers), str(source), "-o", str(target)], check=True
+        [compiler, *flags, "-isystem", str(headers), str(source), "-o", str(target)],
+        check=True,
+        timeout=60,
     )
     return target
 
@@ -55,6 +57,7 @@ def test_what_runs_on_a_gpu_runs_on_a_driver_of_host_memory(library: Path, tmp_p
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout
     (suite,) = ElementTree.parse(report).getroot().iter("testsuite")

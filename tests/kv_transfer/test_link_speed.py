@@ -53,7 +53,7 @@ class TestMeasuredFake(BackendConformance, ShardedConformance):
     def test_the_rate_is_known_once_something_has_landed(self, measured: MeasuredWriter):
         outcome = Outcome()
         measured.push(push(0, [SENDER_BLOCKS], [0]), outcome.done)
-        assert isinstance(outcome.wait()[0], TransferError)
+        assert isinstance(outcome.until_done()[0], TransferError)
         assert measured.speed.bytes_per_second == 0
         measured.push(push(0, [1], [1]), outcome.done)
         assert measured.speed.bytes_per_second > 0

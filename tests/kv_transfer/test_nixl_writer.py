@@ -51,6 +51,6 @@ def test_a_writer_that_is_asked_to_leave_waits_for_what_is_on_its_way():
             assert pages.polled_after_loss.acquire(timeout=10)
         assert pages.happened == []
         pages.land()
-        assert outcome.wait() == [None]
+        assert outcome.until_done() == [None]
         writer.close()
     assert pages.happened == ["landed", "released", "forgotten"]

@@ -24,6 +24,7 @@ from kv_transfer.memory.proof import (
 )
 from kv_transfer.memory.region_server import Refused, RegionAccess, RegionServer
 from tests.kv_transfer.conformance import SECRET
+from tests.waits import WAIT_S, join
 
 TIMEOUT_S = 30
 PEER = """
@@ -64,7 +65,7 @@ class Peer:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.communicate(timeout=WAIT_S)
 
     def _said(self, what: str) -> None:
         assert self._process.stdout is not None
@@ -217,7 +218,7 @@ def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
         echo.start()
         with pytest.raises(TransferError, match="does not know"):
             attach(AttachToken(secret=bytes(32), address=f"{host}:{port}"), SECRET)
-        echo.join()
+        join(echo)
 
 
 def _reflect(listener: socket.socket) -> None:

@@ -15,6 +15,7 @@ import pytest
 from kv_transfer.heads import plan_sender
 from tests.kv_transfer.rank_process import UNTOUCHED, layout_of
 from tests.kv_transfer.sharding import WHOLE, truth
+from tests.waits import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SENDER_BLOCKS, RECEIVER_BLOCKS = 7, 9
@@ -59,7 +60,7 @@ class RankProcess:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.communicate(timeout=WAIT_S)
 
 
 @pytest.fixture(scope="module")

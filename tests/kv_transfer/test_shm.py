@@ -22,6 +22,7 @@ from tests.kv_transfer.conformance import (
     ShardedConformance,
 )
 from tests.kv_transfer.remote import ROOT, Remote, remote
+from tests.waits import WAIT_S
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def test_a_peer_that_dies_is_known_to_be_gone(tmp_path: Path, receiver: ShmRecei
     receiver.revoke(handle, gone.set)
     assert not gone.is_set()
     peer.kill()
-    peer.communicate()
+    peer.communicate(timeout=WAIT_S)
     assert gone.wait(30)
     assert receiver.attached() == 0
 

@@ -127,7 +127,9 @@ def connected() -> Iterator[Both]:
     )
     both = Both(sender, receiver, session, memory[0], memory[1], answers)
     yield both
-    session.end(lambda: None)
+    gone = threading.Event()
+    session.end(gone.set)
+    assert gone.wait(TIMEOUT_S)
     session.join()
     sender.close()
     near.close()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.e2e.served import eventually
+from tests.waits import join
 
 _CLONE_NEWNET = 0x40000000
 # UCX finds its devices in /sys, which shows those of the namespace in which it was mounted.
@@ -42,7 +43,7 @@ class Host:
 
         thread = threading.Thread(target=enter)
         thread.start()
-        thread.join()
+        join(thread, 120.0)
         if failed:
             raise failed[0]
         return found[0]
@@ -112,7 +113,11 @@ def _join(one: Host, other: Host) -> None:
 
 
 def _ip(host: Host, command: str) -> None:
-    host.run(lambda: subprocess.run(["ip", *command.split()], check=True, capture_output=True))
+    host.run(
+        lambda: subprocess.run(
+            ["ip", *command.split()], check=True, capture_output=True, timeout=30
+        )
+    )
 
 
 def _is_apart(pid: int) -> bool:

@@ -5,6 +5,7 @@
 // chunk is. Attention in between takes them all at once: every thread finds work, also when rows are few and long.
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "tiles.h"
@@ -16,10 +17,12 @@ constexpr int64_t MOST = 2 * BLOCK;  // tokens of a block
 
 // The structures below are laid out as in cpu_layers.py. T is what is computed in, K what pages hold.
 
+enum : int32_t { WIDENING, INT8, PAIRS };  // products: of bfloat16 weights in float32; of int8; of bfloat16 by bfloat16
+
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, block_tokens, width;
     float norm_eps, head_norm_eps, scale;
-    int32_t int8;  // how all matrices are held: bfloat16 or int8
+    int32_t product;  // of all matrices
 
     int64_t queries() const { return heads * head_dim; }
     int64_t fused() const { return (heads + 2 * kv_heads) * head_dim; }
@@ -118,7 +121,11 @@ class Layers {
 
     void multiply(const Matrix& matrix, const T* x, T* out, int64_t rows) {
 #ifdef __AVX512VNNI__
-        if (shape.int8) return multiply_int8(matrix, x, out, rows, at.packed);
+        if (shape.product == INT8) return multiply_int8(matrix, x, out, rows, at.packed);
+#endif
+#ifdef __AVX512F__
+        if constexpr (std::is_same_v<T, bfloat16>)
+            if (shape.product == PAIRS) return multiply_pairs(matrix, x, out, rows, at.packed);
 #endif
         multiply_bfloat16(matrix, x, out, rows, at.packed);
     }

@@ -48,7 +48,7 @@ class Shape(ctypes.Structure):
     _fields_ = (
         *((n, _INT) for n in ("hidden", "heads", "kv_heads", "head_dim", "block_tokens", "width")),
         *((name, ctypes.c_float) for name in ("norm_eps", "head_norm_eps", "scale")),
-        ("int8", ctypes.c_int32),
+        ("product", ctypes.c_int32),
     )
 
 
@@ -205,7 +205,7 @@ class CpuLayers:
             norm_eps=shape.norm_eps,
             head_norm_eps=norms.eps if norms else 0.0,
             scale=shape.scale,
-            int8=isinstance(self._weights[0].qkv, Int8Panels),
+            product=_product(self._weights[0].qkv, self._dtype),
         )
 
     def _page_shape(self, pages: torch.Tensor) -> tuple[int, ...]:
@@ -236,6 +236,13 @@ def _function(library: ctypes.CDLL, dtype: torch.dtype, pages: torch.dtype) -> C
     function.argtypes = [pointer, pointer, integer, integer, integer, pointer, integer]
     function.restype = None
     return function
+
+
+def _product(panels: Panels, dtype: torch.dtype) -> int:
+    """As layers.cpp numbers them."""
+    if isinstance(panels, Int8Panels):
+        return 1
+    return 2 if panels.pairs and dtype == torch.bfloat16 else 0
 
 
 def _layer(weights: LayerWeights) -> Layer:

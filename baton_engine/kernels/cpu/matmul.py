@@ -24,14 +24,6 @@ _COMPUTED_IN = (torch.float32, torch.bfloat16)
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
-def streams_bfloat16() -> bool:
-    """Whether `BFloat16Panels` is the fastest product of bfloat16 weights here: a processor with AVX-512 that multiplies no
-    bfloat16 by itself (oneDNN emulates that slowly), and the kernels built.
-    """
-    native = {"amx_bf16", "avx512_bf16"} & cpu_flags()
-    return not native and reads_bfloat16()
-
-
 def reads_bfloat16() -> bool:
     """Whether `BFloat16Panels` runs well here: a processor with AVX-512, and the kernels built."""
     return "avx512f" in cpu_flags() and load_library() is not None
@@ -49,41 +41,48 @@ def multiplies_int8() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BFloat16Panels:
-    """`x @ weight.T + bias` with bfloat16 weights, computed in float32: as exact as if the weights had been widened.
+    """`x @ weight.T + bias` with bfloat16 weights, summed in float32: as exact as if the weights had been widened.
 
     Attributes:
         panels: `[ceil(out / 32), ceil(in / 2), 32, 2]` bfloat16.
         bias: `[out]` float32.
         inputs: Width of `x`.
         outputs: Width of the result.
+        pairs: An `x` of bfloat16 is multiplied as such, by a processor that does so (`multiplies_bfloat16`); else it is widened
+            too, which rounds sums elsewhere.
     """
 
     panels: torch.Tensor
     bias: torch.Tensor | None
     inputs: int
     outputs: int
+    pairs: bool = False
 
     @classmethod
-    def pack(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> "BFloat16Panels":
+    def pack(
+        cls, weight: torch.Tensor, bias: torch.Tensor | None, *, pairs: bool = False
+    ) -> "BFloat16Panels":
         """From `weight` `[out, in]` bfloat16, which is copied."""
         outputs, inputs = weight.shape
         padded = _padded(weight, 2, 0)
         panels = padded.view(-1, PANEL_COLUMNS, padded.shape[1] // 2, 2).permute(0, 2, 1, 3)
         wide = None if bias is None else bias.float().contiguous()
-        return cls(panels=panels.contiguous(), bias=wide, inputs=inputs, outputs=outputs)
+        return cls(
+            panels=panels.contiguous(), bias=wide, inputs=inputs, outputs=outputs, pairs=pairs
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `[num_tokens, in]`, float32 or bfloat16, to `[num_tokens, out]` of the same dtype."""
         _check(x, self.inputs)
-        name = f"bfloat16_{str(x.dtype).removeprefix('torch.')}"
-        return self._product(name, x, x.dtype)
+        kind = "pairs" if self.pairs and x.dtype == torch.bfloat16 else "bfloat16"
+        return self._product(f"{kind}_{str(x.dtype).removeprefix('torch.')}", x, x.dtype)
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `[num_tokens, in]`, float32 or bfloat16, to `[num_tokens, out]` float32, which nothing has rounded."""
         if x.dtype == torch.float32 or not multiplies_bfloat16():
             return self(x.float())
         _check(x, self.inputs)
-        return self._product("bfloat16_pairs", x, torch.float32)
+        return self._product("pairs_float32", x, torch.float32)
 
     def _product(self, name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         output = torch.empty((x.shape[0], self.outputs), dtype=dtype)

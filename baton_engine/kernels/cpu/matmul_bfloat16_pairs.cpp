@@ -1,4 +1,4 @@
-// x * weight^T of bfloat16 by bfloat16, summed and given in float32, on processors with avx512_bf16: one instruction multiplies
+// x * weight^T of bfloat16 by bfloat16, summed in float32, on processors with avx512_bf16: one instruction multiplies
 // a pair of consecutive inputs and adds both products. It takes what is too small to be normal for zero.
 //
 // Weights lie as in matmul_bfloat16.cpp. Rows are packed alike: a tile is [inputs / 2][height] pairs.
@@ -40,12 +40,13 @@ __attribute__((noinline, target("avx512bf16"))) void multiply(const uint32_t* a,
         for (int v = 0; v < 2 * P; v++) _mm512_storeu_ps(sums + (i * 2 * P + v) * LANES, acc[i][v]);
 }
 
+template <typename T>
 class PairProduct {
    public:
-    PairProduct(const bfloat16* x, const uint32_t* weight, const float* bias, float* out, int64_t rows, int64_t inputs,
-                int64_t columns, uint32_t* packed)
-        : x(x), weight(weight), outputs{out, nullptr, bias, rows, columns}, inputs(inputs), pairs((inputs + 1) / 2),
-          panels((columns + PANEL - 1) / PANEL), packed(packed) {}
+    PairProduct(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, uint32_t* packed)
+        : x(x), weight(static_cast<const uint32_t*>(matrix.weight)),
+          outputs{out, nullptr, matrix.bias, rows, matrix.columns}, inputs(matrix.inputs), pairs((inputs + 1) / 2),
+          panels((outputs.columns + PANEL - 1) / PANEL), packed(packed) {}
 
     // Called by every thread of a team.
     void run() {
@@ -67,7 +68,7 @@ class PairProduct {
    private:
     const bfloat16* x;
     const uint32_t* weight;
-    Outputs<float> outputs;
+    Outputs<T> outputs;
     int64_t inputs, pairs, panels;
     uint32_t* packed;
 
@@ -91,14 +92,34 @@ class PairProduct {
 };
 
 }  // namespace
+
+template <typename T>
+void multiply_pairs(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, float* packed) {
+    PairProduct<T>(matrix, x, out, rows, reinterpret_cast<uint32_t*>(packed)).run();
+}
+
+namespace {
+
+template <typename T>
+void matmul(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, int num_threads) {
+    static thread_local std::vector<float> memory;
+    float* packed = kept(memory, packed_floats(rows, matrix.inputs));
+#pragma omp parallel num_threads(num_threads)
+    multiply_pairs(matrix, x, out, rows, packed);
+}
+
+}  // namespace
 }  // namespace baton
 
-extern "C" void baton_matmul_bfloat16_pairs(const baton::bfloat16* x, const uint32_t* weight, const float* bias, float* out,
-                                            int64_t rows, int64_t inputs, int64_t columns, int64_t num_threads) {
-    static thread_local std::vector<uint32_t> memory;
-    uint32_t* packed = baton::kept(memory, baton::round_up(rows, baton::TILE) * ((inputs + 1) / 2));
-#pragma omp parallel num_threads(static_cast<int>(num_threads))
-    baton::PairProduct(x, weight, bias, out, rows, inputs, columns, packed).run();
-}
+#define BATON_MATMUL_PAIRS(NAME, T)                                                                    \
+    template void baton::multiply_pairs<T>(const Matrix&, const bfloat16*, T*, int64_t, float*);       \
+    extern "C" void NAME(const baton::bfloat16* x, const uint32_t* weight, const float* bias, T* out,  \
+                         int64_t rows, int64_t inputs, int64_t columns, int64_t num_threads) {         \
+        baton::matmul<T>({weight, nullptr, bias, inputs, columns}, x, out, rows,                       \
+                         static_cast<int>(num_threads));                                               \
+    }
+
+BATON_MATMUL_PAIRS(baton_matmul_pairs_float32, float)
+BATON_MATMUL_PAIRS(baton_matmul_pairs_bfloat16, baton::bfloat16)
 
 #endif

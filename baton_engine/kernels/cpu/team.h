@@ -18,6 +18,9 @@ struct Matrix {
 // out [rows][columns] = x [rows][inputs] * matrix^T; `packed` is memory of the team, `packed_floats(rows, inputs)` of tiles.h.
 template <typename T>
 void multiply_bfloat16(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed);
+// x is multiplied as bfloat16, by a processor with avx512_bf16.
+template <typename T>
+void multiply_pairs(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, float* packed);
 template <typename T>
 void multiply_int8(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed);
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests.waits import join
+
 MODELS = b'{"object": "list", "data": [{"id": "tiny", "object": "model"}]}'
 
 
@@ -60,4 +62,4 @@ def serving() -> Iterator[ChatServer]:
             yield told
         finally:
             server.shutdown()
-            thread.join()
+            join(thread)

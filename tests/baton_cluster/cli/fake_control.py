@@ -9,6 +9,7 @@ import grpc
 
 from baton.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
 from baton_cluster.launch.runtime_dir import RuntimeDir
+from tests.waits import WAIT_S
 
 
 class FakeControl(control_pb2_grpc.ControlServicer):
@@ -63,5 +64,5 @@ def answering(control: FakeControl, path: Path) -> Iterator[RuntimeDir]:
     server.add_insecure_port(runtime.socket_address("router"))
     server.start()
     yield runtime
-    server.stop(None).wait()
+    assert server.stop(None).wait(WAIT_S)
     runtime.release()

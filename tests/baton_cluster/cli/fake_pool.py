@@ -8,6 +8,7 @@ import grpc
 
 from baton.rpc.v1 import common_pb2, pool_pb2, pool_pb2_grpc
 from baton_cluster.launch.runtime_dir import RuntimeDir
+from tests.waits import WAIT_S
 
 USAGE = pool_pb2.PoolUsageReply(
     node=common_pb2.WorkerIdentity(worker_id="pool-0", incarnation=0xABC),
@@ -83,4 +84,4 @@ def serving_pool(pool: FakePoolService, runtime: RuntimeDir) -> Iterator[None]:
     server.start()
     runtime.note_pool(address)
     yield
-    server.stop(None).wait()
+    assert server.stop(None).wait(WAIT_S)

@@ -18,6 +18,7 @@ from tests.kvpool.client.arena_world import (
     key,
     layout,
 )
+from tests.waits import join
 
 
 @contextmanager
@@ -182,7 +183,7 @@ def test_nothing_is_written_once_a_step_has_ended():
         opener.start()
         outcome = reader.finish_load_kv()
         left = bytes(world.arena)
-        opener.join()
+        join(opener)
     assert bytes(world.arena) == left
     assert (outcome.num_blocks == 1) != (outcome.failed.keys() == {SEQ})
 

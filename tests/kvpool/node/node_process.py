@@ -18,6 +18,7 @@ from baton.ids import Incarnation, WorkerId, WorkerIdentity
 from kv_transfer.backends import shm
 from kvpool.service import run
 from tests.redis_servers import no_refusals
+from tests.waits import WAIT_S
 
 
 def stall(path: Path) -> None:
@@ -28,7 +29,7 @@ def stall(path: Path) -> None:
         for number in numbers:
             target[0][write.target[number]] = source[0][write.source[number]]
         path.touch()
-        threading.Event().wait()
+        threading.Event().wait(10 * WAIT_S)
         real(write, source, target, plan)
 
     shm.copy_pages = half

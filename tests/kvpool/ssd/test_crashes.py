@@ -14,6 +14,7 @@ def lives(tmp_path, mode, seed, rounds):
         capture_output=True,
         text=True,
         check=False,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()

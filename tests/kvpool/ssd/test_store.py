@@ -22,6 +22,7 @@ from tests.kvpool.ssd.disk_world import (
     open_store,
     put,
 )
+from tests.waits import WAIT_S
 
 
 @pytest.fixture
@@ -403,7 +404,11 @@ for n in range(NUM_EXTENTS):
 
 def test_files_that_may_not_grow_fail_only_the_writes_that_need_it(folder):
     done = subprocess.run(
-        [sys.executable, "-c", _FULL, folder], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _FULL, folder],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=WAIT_S,
     )
     assert done.stdout.split("\n") == [*(f"{n} {errno.EFBIG}" for n in range(8, 12)), ""]
     store = open_store(folder)

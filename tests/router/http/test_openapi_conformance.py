@@ -66,7 +66,9 @@ def run_schemathesis(url: str, directory: Path, *, phases: str, examples: int) -
         "--continue-on-failure",
     ]
     command += ["--report-json-path", str(report), "--request-timeout", "60"]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=directory, capture_output=True, text=True, check=False, timeout=3500
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     found: dict[str, object] = json.loads(report.read_text())
     return found

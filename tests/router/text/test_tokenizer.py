@@ -152,7 +152,7 @@ def test_a_router_process_reads_a_tokenizer_without_transformers_and_torch(direc
         "print([name for name in ('transformers', 'torch', 'huggingface_hub') if name in sys.modules])\n"
     )
     command = [sys.executable, "-c", script, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
     assert done.stderr == ""
 

@@ -1,0 +1,245 @@
+"""Which product serves bfloat16 weights on this CPU: measured once per processor, before a model is loaded, and kept in the user's
+cache directory. `python -m baton_engine.kernels.cpu.product_choice` says which.
+
+A processor's flags say what it can do, not what is fast there: of two with AVX-512 for bfloat16, one multiplied bfloat16 by oneDNN
+at half the speed of float32, the other at twice.
+"""
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from baton import native
+from baton.cpu_features import cpu_flags, cpu_name
+from baton.errors import ConfigError
+from baton_engine.kernels.cpu.matmul import BFloat16Panels, multiplies_bfloat16, reads_bfloat16
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 8, 32, 256)
+"""Tokens of the products that are compared: decodes of different batches and a chunk of a prompt, each with the same weight."""
+_OUTPUTS, _INPUTS, _MATRICES = 2048, 2048, 2
+_ROUNDS = 3
+_LOCK_TIMEOUT_S = 10.0
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Bfloat16Product(StrEnum):
+    """How `x @ weight.T` is computed with weights that are stored as bfloat16."""
+
+    PANELS = "panels"
+    """Own code for AVX-512, `BFloat16Panels`: computed in float32; layers are computed whole."""
+    PAIRS = "pairs"
+    """The same code with the instructions for bfloat16 of AVX-512: of bfloat16, summed in float32."""
+    ONEDNN = "onednn"
+    """torch's oneDNN, of bfloat16 and in bfloat16, product by product."""
+    WIDENED = "widened"
+    """torch's product of float32, with weights that were widened at load."""
+
+
+AUTO = "auto"
+IN_PANELS = (Bfloat16Product.PANELS, Bfloat16Product.PAIRS)
+"""Those whose weights are `BFloat16Panels`."""
+COMPUTED_IN = {
+    Bfloat16Product.PANELS: torch.float32,
+    Bfloat16Product.PAIRS: torch.bfloat16,
+    Bfloat16Product.ONEDNN: torch.bfloat16,
+    Bfloat16Product.WIDENED: torch.float32,
+}
+"""The dtype of activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What was measured on a processor.
+
+    Attributes:
+        milliseconds: Of each product, the shortest time for every number of `ROWS`.
+    """
+
+    milliseconds: Mapping[Bfloat16Product, Sequence[float]]
+
+    @property
+    def fastest(self) -> Bfloat16Product:
+        """By the geometric mean over `ROWS`."""
+        return min(self.milliseconds, key=self._mean)
+
+    def advantage(self) -> float:
+        """How many times as fast as the next one the fastest is."""
+        means = sorted(map(self._mean, self.milliseconds))
+        return means[1] / means[0]
+
+    def _mean(self, name: Bfloat16Product) -> float:
+        return math.exp(math.fsum(map(math.log, self.milliseconds[name])) / len(ROWS))
+
+
+def possible_products() -> tuple[Bfloat16Product, ...]:
+    """Those that may be the fastest here."""
+    possible = []
+    if reads_bfloat16():
+        possible.append(Bfloat16Product.PANELS)
+    if multiplies_bfloat16():
+        possible.append(Bfloat16Product.PAIRS)
+    native_bfloat16 = {"amx_bf16", "avx512_bf16"} & cpu_flags()
+    if native_bfloat16 and torch.backends.mkldnn.is_available():
+        possible.append(Bfloat16Product.ONEDNN)
+    return tuple(possible) or (Bfloat16Product.WIDENED,)
+
+
+def choose_product(asked: str, device: torch.device) -> Bfloat16Product:
+    """The product to use. Blocks for up to a second where several may be the fastest and they were not compared here yet.
+
+    Args:
+        asked: `auto`, or the name of a product.
+        device: Where the model will run; on a GPU the answer is of no consequence, and nothing is measured.
+
+    Raises:
+        ConfigError: That product does not run here.
+    """
+    if device.type != "cpu":
+        return Bfloat16Product.WIDENED
+    possible = possible_products()
+    if asked != AUTO:
+        if asked not in (*possible, Bfloat16Product.WIDENED):
+            names = ", ".join(dict.fromkeys((AUTO, *possible, Bfloat16Product.WIDENED)))
+            raise ConfigError(
+                f"cpu_product is {asked}; this processor and installation run {names}",
+                param="engine.cpu_product",
+            )
+        return Bfloat16Product(asked)
+    return possible[0] if len(possible) == 1 else measured(possible).fastest
+
+
+def measured(possible: Sequence[Bfloat16Product]) -> Comparison:
+    """The comparison of `possible` on this processor: from the cache directory, or made now and put there. Processes that start at the
+    same time wait for one of them.
+    """
+    path = _cache_directory() / f"products-{_key(possible)}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock"), timeout=_LOCK_TIMEOUT_S):
+            kept = _read(path, possible)
+            if kept is not None:
+                return kept
+            comparison = compare(possible)
+            _write(path, comparison)
+            return comparison
+    except (
+        OSError,
+        TimeoutError,
+    ) as error:  # read-only, as in a container: it is measured at each start
+        logger.info("the comparison of CPU products is not kept: %s", error)
+        return compare(possible)
+
+
+def compare(possible: Sequence[Bfloat16Product]) -> Comparison:
+    """Times the products in turn, on one thread and by its processor time: what else the machine does then counts little."""
+    weights = [torch.randn(_OUTPUTS, _INPUTS).bfloat16() for _ in range(_MATRICES)]
+    multiplying = {name: [_product(name, weight) for weight in weights] for name in possible}
+    inputs = {
+        name: [torch.randn(rows, _INPUTS, dtype=COMPUTED_IN[name]) for rows in ROWS]
+        for name in possible
+    }
+    best = {name: [math.inf] * len(ROWS) for name in possible}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _, index, name in product(range(_ROUNDS), range(len(ROWS)), possible):
+            taken = _milliseconds(multiplying[name], inputs[name][index])
+            best[name][index] = min(best[name][index], taken)
+    finally:
+        torch.set_num_threads(threads)
+    comparison = Comparison(milliseconds=best)
+    logger.info("bfloat16 products of this CPU, ms for %s tokens: %s", ROWS, _lines(comparison))
+    return comparison
+
+
+@torch.inference_mode()
+def _milliseconds(products: Sequence[Product], x: torch.Tensor) -> float:
+    began_s = time.thread_time()
+    for multiply in products:
+        multiply(x)
+    return 1e3 * (time.thread_time() - began_s)
+
+
+def _product(name: Bfloat16Product, weight: torch.Tensor) -> Product:
+    if name in IN_PANELS:
+        return BFloat16Panels.pack(weight, None, pairs=name is Bfloat16Product.PAIRS)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS[2])
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        return result
+
+    return multiply
+
+
+def _cache_directory() -> Path:
+    """As the XDG base directory specification has it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+
+
+def _key(possible: Sequence[Bfloat16Product]) -> str:
+    """Of everything that the times depend on, other than the load of the machine."""
+    facts = (
+        cpu_name(),
+        *sorted(cpu_flags()),
+        torch.__version__,
+        native.find(native.CPU_KERNELS).name,
+        *possible,
+    )
+    return sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def _read(path: Path, possible: Sequence[Bfloat16Product]) -> Comparison | None:
+    """None where nothing was kept, or something that cannot be right."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        times = {name: [float(value) for value in kept[name]] for name in possible}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    if not all(
+        len(row) == len(ROWS) and all(0 < ms < math.inf for ms in row) for row in times.values()
+    ):
+        return None
+    return Comparison(milliseconds=times)
+
+
+def _write(path: Path, comparison: Comparison) -> None:
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(dict(comparison.milliseconds)), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _lines(comparison: Comparison) -> str:
+    return "; ".join(
+        f"{name} " + " ".join(f"{ms:.1f}" for ms in row)
+        for name, row in comparison.milliseconds.items()
+    )
+
+
+def main() -> None:
+    """Says in a line what is chosen here."""
+    possible = possible_products()
+    line = str(possible[0])
+    if len(possible) > 1:
+        comparison = measured(possible)
+        line = f"{comparison.fastest}, {comparison.advantage():.1f} times as fast as the next of {len(possible)}"
+    sys.stdout.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+import json
+
+import pytest
+import torch
+
+from baton.errors import ConfigError
+from baton_engine.kernels.cpu import product_choice
+from baton_engine.kernels.cpu.product_choice import (
+    AUTO,
+    ROWS,
+    Bfloat16Product,
+    Comparison,
+    choose_product,
+    compare,
+    measured,
+    possible_products,
+)
+
+CPU = torch.device("cpu")
+PANELS, ONEDNN = Bfloat16Product.PANELS, Bfloat16Product.ONEDNN
+BOTH = (PANELS, ONEDNN)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The cache directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "baton"
+
+
+@pytest.fixture
+def comparisons(monkeypatch):
+    """What was measured, with times that this test gives."""
+    made = []
+
+    def count(possible):
+        made.append(tuple(possible))
+        return Comparison(milliseconds={PANELS: [1.0] * len(ROWS), ONEDNN: [2.0] * len(ROWS)})
+
+    monkeypatch.setattr(product_choice, "compare", count)
+    monkeypatch.setattr(product_choice, "_key", lambda possible: "key")
+    monkeypatch.setattr(product_choice, "possible_products", lambda: BOTH)
+    return made
+
+
+def test_the_fastest_is_that_of_the_smallest_geometric_mean():
+    times = {PANELS: [1.0, 1.0, 1.0, 9.0], ONEDNN: [2.0, 2.0, 2.0, 2.0]}
+    comparison = Comparison(milliseconds=times)
+    assert comparison.fastest is PANELS
+    assert comparison.advantage() == pytest.approx(2 / 9**0.25)
+
+
+def test_a_processor_is_measured_once(folder, comparisons):
+    assert choose_product(AUTO, CPU) is choose_product(AUTO, CPU) is PANELS
+    assert comparisons == [BOTH]
+
+
+@pytest.mark.parametrize(
+    "kept", ["", "[]", "{}", '{"panels": [1, 2, 3, 4]}', '{"panels": [], "onednn": []}',
+             '{"panels": [1, 1, 1, "nan"], "onednn": [1, 1, 1, 1]}']
+)  # fmt: skip
+def test_what_cannot_be_right_is_measured_again(folder, comparisons, kept):
+    folder.mkdir()
+    (folder / "products-key.json").write_text(kept)
+    assert measured(BOTH).fastest is PANELS
+    assert comparisons == [BOTH]
+    assert set(json.loads((folder / "products-key.json").read_text())) == {"panels", "onednn"}
+
+
+def test_where_nothing_can_be_kept_it_is_measured_each_time(folder, comparisons):
+    folder.write_text("a file where a directory should be")
+    assert choose_product(AUTO, CPU) is choose_product(AUTO, CPU) is PANELS
+    assert comparisons == [BOTH, BOTH]
+
+
+def test_what_is_asked_for_is_not_measured(folder, comparisons):
+    assert choose_product("onednn", CPU) is ONEDNN
+    assert choose_product(AUTO, torch.device("cuda")) is Bfloat16Product.WIDENED
+    assert comparisons == []
+
+
+def test_what_does_not_run_here_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(product_choice, "possible_products", lambda: (Bfloat16Product.WIDENED,))
+    with pytest.raises(
+        ConfigError, match=r"cpu_product is panels; .* run auto, widened$"
+    ) as caught:
+        choose_product("panels", CPU)
+    assert caught.value.param == "engine.cpu_product"
+
+
+def test_products_that_may_be_the_fastest_are_measured():
+    possible = possible_products()
+    if len(possible) == 1:
+        pytest.skip(f"on this processor only {possible[0]} may be the fastest")
+    times = compare(possible).milliseconds
+    assert set(times) == set(possible)
+    assert all(len(row) == len(ROWS) and min(row) > 0 for row in times.values())
