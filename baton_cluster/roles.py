@@ -173,6 +173,10 @@ async def _serve_engine(
     metrics.registry.register(credentials.counts)
     if grammar_counts is not None:
         metrics.registry.register(GrammarMetrics(grammar_counts))
+    if isinstance(built, BuiltVllm):
+        from baton_vllm.metrics import OwnMetrics
+
+        metrics.registry.register(OwnMetrics({each.name for each in metrics.registry.collect()}))
     pool = (
         None
         if isinstance(built, BuiltVllm)

@@ -17,7 +17,7 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_vllm.block_events import BlockNames
 from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.host import VllmEngineHost
-from baton_vllm.settings import engine_arguments, missing
+from baton_vllm.settings import MINOR, engine_arguments, missing
 
 if TYPE_CHECKING:
     from baton_vllm.arena import VllmArena
@@ -173,8 +173,12 @@ def _open(
         ).create_engine_config()
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         raise ModelLoadError(f"vLLM refuses {model.model}: {_words(error)}") from error
+    if device == "cpu" and vllm_config.model_config.use_mla:
+        raise ModelLoadError(
+            f"{model.model}: latent attention is not served on CPUs: vLLM {MINOR} draws other tokens there when it goes on from its own output"
+        )
     try:
-        core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
         raise ModelLoadError(f"vLLM cannot serve {model.model}: {_words(error)}") from error
     return core, vllm_config

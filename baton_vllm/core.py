@@ -21,6 +21,7 @@ from baton.generation import FinishReason, TokenLogprobs
 from baton_engine.ports import GrammarCompiler
 from baton_vllm.block_events import BlockNames
 from baton_vllm.grammar import HeldGrammar, hold, new_masks
+from baton_vllm.metrics import StepCounts
 from baton_vllm.ports import CoreLoad, CoreOutput, Scheduled
 from baton_vllm.requests import CoreRequest
 
@@ -80,6 +81,7 @@ class VllmCore:
         self, core: EngineCore, eos_ids: Sequence[int], grammars: GrammarCompiler | None
     ) -> None:
         self._core = core
+        self._counts = StepCounts(core.vllm_config)
         self._grammars = grammars
         self._held: dict[str, StructuredOutputRequest] = {}
         if grammars is not None:
@@ -123,6 +125,7 @@ class VllmCore:
                 raise UnsupportedParameterError("this worker's model cannot be held to a grammar")
             hold(made, request.grammar_of, self._grammars)
             self._held[request.request_id] = made.structured_output_request
+        self._counts.added(made)
         self._core.add_request(made, wave)
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -130,6 +133,7 @@ class VllmCore:
         if request_ids:
             for request_id in request_ids:
                 self._held.pop(request_id, None)
+            self._counts.aborted(request_ids)
             self._core.abort_requests(list(request_ids))
 
     def go_on(self, request_id: str, token: int) -> None:
@@ -149,9 +153,11 @@ class VllmCore:
         self._core.scheduler.told = scheduled
         outputs, is_executed = self._core.step_fn()
         self._core.post_step(model_executed=is_executed)
-        return [
-            self._output(output) for client in (outputs or {}).values() for output in client.outputs
-        ]
+        told: list[CoreOutput] = []
+        for client in (outputs or {}).values():
+            self._counts.stepped(client)
+            told += [self._output(output) for output in client.outputs]
+        return told
 
     def flush(self) -> None:
         """See CorePort."""

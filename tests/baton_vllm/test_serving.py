@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,19 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def metrics_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iterator[Served]:
     file = tmp_path_factory.mktemp("vllm") / "cluster.yaml"
     file.write_text("engine:\n  vllm:\n    enforce_eager: true\n")
     flags = ["-f", str(file), "--engine", "vllm", "--hybrid-workers", "1"]
+    flags += ["--worker-metrics-port", str(metrics_port)]
     with serve(
         None, *flags, "--dtype", "float32", "--kv-cache-memory", "64MiB", "--block-size", "32"
     ) as served:
@@ -178,3 +188,15 @@ def test_what_the_engine_cannot_do_is_refused_by_its_name(
     assert answer.status_code == 400, answer.text
     assert says in answer.json()["error"]["message"]
     told(cluster)  # and it serves on
+
+
+def test_vllms_own_metrics_stand_beside_the_workers(cluster: Served, metrics_port: int) -> None:
+    told(cluster, max_tokens=5)
+    text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE vllm:")]
+    assert len(set(names)) == len(names)
+    assert {"vllm:num_requests_running", "vllm:generation_tokens_total"} <= {*names}  # the worker's
+    counted = re.findall(r"^vllm:iteration_tokens_total_sum\{.*\} ([0-9.]+)$", text, re.M)
+    assert float(counted[0]) > len(PROMPT)
+    finished = re.findall(r'^vllm:request_success_total\{.*"length".*\} ([0-9.]+)$', text, re.M)
+    assert float(finished[0]) >= 1

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from baton_vllm.settings import missing
-from tests.baton_vllm.engine_run import make_model, prompt_tokens
+from tests.baton_vllm.engine_run import prompt_tokens
+from tests.baton_vllm.families import make_model
 from tests.baton_vllm.vllm_alone import Asked, tokens_of_vllm
 from tests.e2e.served import Served, serve
 
@@ -42,7 +43,7 @@ COUNTED: list[Asked] = [
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    make_model(request.param, str(folder), vocab_size=2048)
+    make_model(request.param, folder, vocab_size=2048)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder)
     return folder
