@@ -1,9 +1,6 @@
 """`baton serve --engine vllm` with a prefill and a decode worker: what the pair answers is what vLLM answers by itself."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +15,7 @@ from baton_vllm.settings import missing
 from kv_transfer.backends.registry import BACKENDS
 from tests.baton_engine.tiny_models import make_model
 from tests.baton_vllm.engine_run import prompt_tokens
+from tests.baton_vllm.vllm_alone import Asked, tokens_of_vllm
 from tests.e2e.reference import Reference
 from tests.e2e.served import Served, assert_at_rest, assert_gone, serve
 
@@ -38,40 +36,12 @@ router:
 """
 FLAGS = ("--engine", "vllm", "--dtype", "float32", "--kv-cache-memory", "64MiB")
 PAIR = ("--prefill-workers", "1", "--decode-workers", "1", "--block-size", "32")
-ALONE = """
-import json, sys
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
-              max_model_len=512, kv_cache_memory_bytes=64 << 20, block_size=32)
-    for prompt, given in json.loads(sys.stdin.read()):
-        wanted = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False, **given)
-        (told,) = llm.generate([{"prompt_token_ids": prompt}], wanted)
-        print("TOKENS", json.dumps(list(told.outputs[0].token_ids)))
-"""
-"""vLLM without Baton, in a process of its own."""
-
-Asked = tuple[list[int], dict[str, Any]]
 PLAIN: list[Asked] = [(prompt_tokens(length), {}) for length in (1, 32, 33, 199, 300)]
 COUNTED: list[Asked] = [
     (prompt_tokens(96), {"presence_penalty": 1.5}),
     (prompt_tokens(97), {"frequency_penalty": 1.5, "repetition_penalty": 1.1}),
     (prompt_tokens(98), {"min_tokens": 4, "logprobs": 2}),
 ]
-
-
-def alone(model: Path, asked: list[Asked]) -> list[list[int]]:
-    run = subprocess.run(
-        [sys.executable, "-c", ALONE, str(model)],
-        input=json.dumps(asked),
-        env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=280,
-    )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("TOKENS")]
-    return [json.loads(line.removeprefix("TOKENS")) for line in lines]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -111,7 +81,7 @@ def loads(cluster: Served) -> dict[str, dict[str, Any]]:
 
 def test_a_pairs_greedy_tokens_are_those_of_vllm_alone(cluster, model):
     """Chunked prompts, several at once, pages that end with the prompt; asked again, both workers have prefixes in their caches."""
-    wanted = alone(model, [*PLAIN, *COUNTED])
+    wanted = tokens_of_vllm(model, [*PLAIN, *COUNTED])
 
     with ThreadPoolExecutor(len(PLAIN)) as pool:
         first = [*pool.map(lambda asked: tokens(ask(cluster, asked[0])), PLAIN)]
