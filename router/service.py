@@ -58,7 +58,7 @@ from router.routing.policies import policy_named
 from router.routing.predictive import LocalPrefill
 from router.routing.view import ClusterView
 from router.status import ClusterStatus
-from router.telemetry.collectors import IndexMetrics, RetryMetrics, WorkerLoads
+from router.telemetry.collectors import IndexMetrics, PairMetrics, RetryMetrics, WorkerLoads
 from router.templates.renderer import read_template
 from router.tenancy import Tenancy, open_tenancy
 from router.text.model_files import model_files, revision_of
@@ -327,6 +327,7 @@ def _app(
     )
     registry.register(IndexMetrics(parts.index))
     registry.register(RetryMetrics(parts.dispatcher.retry_counters, settings.model_names[0]))
+    registry.register(PairMetrics(parts.view.broken_pairs))
     registry.register(WorkerLoads(parts.view, settings.model_names[0]))
     return create_app(
         settings,
