@@ -29,7 +29,7 @@ from baton_cluster.join_pool import WorkerPool, join_pool
 from baton_cluster.launch.child import Child, RoleMain, run
 from baton_cluster.launch.plan import POOL, ROUTER, SIMULATED
 from baton_cluster.launch.runtime_dir import kv_socket
-from baton_worker.metrics import WorkerMetrics
+from baton_worker.metrics import GrammarMetrics, WorkerMetrics
 from baton_worker.server import WorkerServer
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.memory.arena import WorkerMemory
@@ -42,7 +42,7 @@ from kv_transfer.ticket import TicketOffice
 if TYPE_CHECKING:
     from baton_engine.build import BuiltEngine
     from baton_engine.cache.arena import PageKernels
-    from baton_engine.ports import EnginePort
+    from baton_engine.ports import EnginePort, GrammarCounts
     from baton_engine.simulated import SimulatedEngine
     from baton_vllm.build import BuiltVllm
     from baton_worker.service import WorkerService
@@ -113,7 +113,7 @@ async def run_worker(child: Child) -> None:
         gpu=worker.gpu,
         gpu_sharers=worker.gpu_sharers,
     )
-    await _serve_engine(child, built, memory, sink, built.page_kernels)
+    await _serve_engine(child, built, memory, sink, built.page_kernels, built.grammar_counts)
 
 
 async def _run_vllm(child: Child) -> None:
@@ -131,8 +131,9 @@ async def _run_vllm(child: Child) -> None:
         memory=memory,
         sink=sink,
         progress=child.progress,
+        grammar=config.grammar,
     )
-    await _serve_engine(child, built, memory, sink, None)
+    await _serve_engine(child, built, memory, sink, None, built.grammar_counts)
 
 
 async def run_simulated(child: Child) -> None:
@@ -158,6 +159,7 @@ async def _serve_engine(
     memory: WorkerMemory,
     sink: "TransferSink",
     kernels: "PageKernels | None",
+    grammar_counts: "GrammarCounts | None" = None,
 ) -> None:
     """Serves an engine until the child is to stop. `kernels` move its pages where they lie on a GPU."""
     from baton_vllm.build import BuiltVllm
@@ -169,6 +171,12 @@ async def _serve_engine(
         hello = replace(hello, transfer_address="")  # routers pair it with no other worker
     credentials = ClusterCredentials.from_config(config.cluster, PeerRole.WORKER, worker.worker_id)
     metrics.registry.register(credentials.counts)
+    if grammar_counts is not None:
+        metrics.registry.register(GrammarMetrics(grammar_counts))
+    if isinstance(built, BuiltVllm):
+        from baton_vllm.metrics import OwnMetrics
+
+        metrics.registry.register(OwnMetrics({each.name for each in metrics.registry.collect()}))
     pool = (
         None
         if isinstance(built, BuiltVllm)

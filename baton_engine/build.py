@@ -34,7 +34,7 @@ from baton_engine.models.config import (
 )
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.loader import load_decoder
-from baton_engine.ports import ArenaAllocator, LayerSink
+from baton_engine.ports import ArenaAllocator, GrammarCounts, LayerSink
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
@@ -55,12 +55,14 @@ class BuiltEngine:
         layout: Shape of its KV pages.
         limits: What it takes.
         page_kernels: Move and check its pages where they lie on a GPU; None otherwise.
+        grammar_counts: What its grammars cost; None where it refuses them.
     """
 
     host: ThreadEngineHost
     layout: KvLayout
     limits: EngineLimits
     page_kernels: PageKernels | None
+    grammar_counts: GrammarCounts | None
 
 
 def build_engine(
@@ -117,14 +119,24 @@ def build_engine(
     apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
     graphs = _graphs(decoder, arena, limits, config)
     progress("reading the tokenizer", None)
+    grammars = load_compiler(
+        choice.path,
+        grammar,
+        vocab_size=choice.spec.vocab_size,
+        eos_ids=choice.spec.eos_token_ids,
+    )
     host = ThreadEngineHost(
         _scheduler(limits, choice, config, secret),
         ModelRunner(decoder, arena, sink, graphs, one_by_one=apart),
-        grammars=load_compiler(choice.path, choice.spec, grammar),
+        grammars=grammars,
         ahead=choice.device.type != "cpu" if config.plan_ahead is None else config.plan_ahead,
     )
     return BuiltEngine(
-        host=host, layout=choice.layout, limits=limits, page_kernels=page_kernels(arena)
+        host=host,
+        layout=choice.layout,
+        limits=limits,
+        page_kernels=page_kernels(arena),
+        grammar_counts=None if grammars is None else grammars.counts,
     )
 
 

@@ -120,8 +120,33 @@ class TokenConstraint(Protocol):
         """Why the sample cannot go on: its grammar is too complex at this place, or was broken; None while it can."""
 
 
+@dataclass(slots=True, eq=False)
+class GrammarCounts:
+    """What a worker's grammars have cost since it started. Written by the compiler's threads and the engine's, read from any.
+
+    Attributes:
+        compiled: Grammars that were compiled.
+        refused: Those that could not be, or not for the output so far.
+        found: Those that were kept from before.
+        evicted: Those that were kept, and made room for others.
+        compile_s: Seconds that compiling took, refused ones too.
+        masks: Masks that were found for steps.
+        mask_s: Seconds that they took.
+        faults: Samples that could not go on, in the middle of their output.
+    """
+
+    compiled: int = 0
+    refused: int = 0
+    found: int = 0
+    evicted: int = 0
+    compile_s: float = 0.0
+    masks: int = 0
+    mask_s: float = 0.0
+    faults: int = 0
+
+
 class GrammarCompiler(Protocol):
-    """Makes constraints of grammars, in threads of its own."""
+    """Makes constraints of grammars, in threads of its own. Tenants take turns."""
 
     def compile(self, prompt: Prompt, done: Callable[[TokenConstraint | BatonError], None]) -> None:
         """Calls `done`, on any thread, with the constraint of a prompt's output after its `output_tokens`, or with why there is none."""

@@ -3,14 +3,17 @@
 What only the half that sends pages or the one that receives them can count, that half counts. The `vllm:*` names are those that existing dashboards and gateway pickers read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from baton.errors import BatonError
 from baton.generation import WorkerLoad
 from baton.telemetry.metrics import REQUEST_LATENCY_BUCKETS_S
+from baton_engine.ports import GrammarCounts
 from kv_transfer.ledger.outbox import HandOffDone
 
 
@@ -225,3 +228,37 @@ class LoadMetrics:
             counter.inc(read(load) - read(before))
         for state, read in _PAGES.items():
             self._pages.labels(state).set(read(load))
+
+
+class GrammarMetrics(Collector):
+    """What a worker's grammars have cost, read from the engine's own counts.
+
+    Args:
+        counts: The engine's.
+    """
+
+    def __init__(self, counts: GrammarCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        counts = self._counts
+        grammars = CounterMetricFamily(
+            "baton_grammars",
+            "Grammars of prompts: compiled, found among those kept, refused, and evicted from these",
+            labels=["outcome"],
+        )
+        for outcome in ("compiled", "found", "refused", "evicted"):
+            grammars.add_metric([outcome], getattr(counts, outcome))
+        yield grammars
+        for name, text, value in (
+            ("baton_grammar_compile_seconds", "Compiling took, all together", counts.compile_s),
+            ("baton_grammar_masks", "Masks of steps: one per row under a grammar", counts.masks),
+            ("baton_grammar_mask_seconds", "Finding them took, all together", counts.mask_s),
+            (
+                "baton_grammar_faults",
+                "Samples that their grammar ended in the middle",
+                counts.faults,
+            ),
+        ):
+            yield CounterMetricFamily(name, text, value=value)

@@ -135,6 +135,7 @@ RULES: tuple[Rule, ...] = (
         holds=lambda v: 1 <= v <= MAX_GRAMMAR_BYTES,
         demand=f"must be from 1 to {MAX_GRAMMAR_BYTES}",
     ),
+    *_above_zero("grammar.check_s_per_minute_per_tenant"),
     *_at_least(1, "tenants.routers"),
     _one_of("simulated.role", [role.value for role in Role]),
     *_above_zero("simulated.prefill_tokens_per_s"),

@@ -109,6 +109,8 @@ class GrammarConfig:
         step_fuel: Work to find which tokens may come next, once per token: about 70,000 take a millisecond.
         max_compiled: Compiled grammars that a process keeps, those used last.
         max_compiling_per_tenant: Grammars of one tenant that a router checks or has waiting for it; beyond that, 429.
+        check_s_per_minute_per_tenant: Seconds of a processor that a router gives to checking one tenant's new grammars, per minute, and
+            at once to who asked for none before; beyond that, 429 until as much time has passed. A grammar that is known costs nothing.
         threads: Threads that check or compile, per process.
     """
 
@@ -120,6 +122,7 @@ class GrammarConfig:
     step_fuel: int = 100_000
     max_compiled: int = 128
     max_compiling_per_tenant: int = 16
+    check_s_per_minute_per_tenant: float = 6.0
     threads: int = 2
 
 

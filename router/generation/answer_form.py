@@ -184,18 +184,41 @@ def _lark(text: str, param: str) -> str:
         raise InvalidRequestError(f"{param}: {str(error)[:300]}", param=param) from error
 
 
+_BLANK = re.compile(r"\s*")
+_LARK_PIECES = re.compile(
+    r'"(?:\\.|[^"\\])*"'  # texts
+    r"|(?:#|//)[^\n]*"  # remarks
+    r"|/(?:\\.|[^/\\])+/"  # regular expressions
+    r"|<[^<>]+>"  # special tokens
+    r"|(?P<json>%(?:json|llguidance|regex))"
+)
+"""Of a grammar in Lark's notation, what may hold `%json` without meaning it, as llguidance cuts texts. What it would refuse may be
+cut otherwise.
+"""
+
+
 def _schemas_in(lark: str, param: str) -> Iterable[tuple[str, JsonValue]]:
     """The JSON schemas that a grammar embeds after `%json`."""
     decoder = json.JSONDecoder()
-    for number, rest in enumerate(lark.split("%json")[1:], 1):
-        embedded = rest.lstrip()
-        if not embedded.startswith("{"):
+    number = place = 0
+    while (piece := _LARK_PIECES.search(lark, place)) is not None:
+        place, directive = piece.end(), piece["json"]
+        if directive is None:
+            continue
+        number += directive == "%json"
+        blank = _BLANK.match(lark, place)
+        assert blank is not None
+        begin = blank.end()
+        if not lark.startswith("{", begin):
             continue
         try:
-            _, end = decoder.raw_decode(embedded)
+            _, place = decoder.raw_decode(lark, begin)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"{param}: %json {number}: {error}", param=param) from error
-        yield f"{param}.%json {number}", _from_json(embedded[:end], param)
+            raise InvalidRequestError(
+                f"{param}: after {directive}: {error}", param=param
+            ) from error
+        if directive == "%json":
+            yield f"{param}.%json {number}", _from_json(lark[begin:place], param)
 
 
 _SPECIAL = re.compile(r"<[^<>\s]+>")

@@ -4,35 +4,65 @@ refused here, with the path of the fault.
 
 import asyncio
 import json
-from collections import Counter, OrderedDict
+import time
+from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import ceil
 
 from llguidance import LLMatcher
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as Metric
 
+from baton.clock import Clock, MonotonicClock
 from baton.config.schema import GrammarConfig
-from baton.errors import InvalidRequestError, OverloadedError
+from baton.errors import InvalidRequestError, OverloadedError, RateLimitedError
 from baton.grammar import parser_limits, reason_of
 from router.generation.answer_form import AnswerForm, Grammar, StructuralTag, grammar_of
 from router.generation.json_schema import SchemaPart, checked_parts
+from router.limits.local import BucketSize, TokenBucket
 
 _MAX_PATTERNS_LOOKED_AT = 64
+_FORGET_ABOVE = 1024
+"""Tenants; then those that owe nothing are forgotten."""
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    """What of one tenant is being checked.
+
+    Attributes:
+        num_checking: Grammars that are checked or wait for it.
+        turn: Held by the one that is with the threads.
+        time_left: Seconds of a processor; below 0 after a check that took more.
+    """
+
+    num_checking: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    time_left: TokenBucket = field(default_factory=TokenBucket)
 
 
 class GrammarChecker:
     """Makes grammars of the forms that clients ask for, and checks each once.
 
+    Of each tenant one at a time is with the threads, so that nobody waits for more than one grammar of each other tenant; and each
+    tenant pays with its own time, also for what is refused or given up by its client.
+
     Args:
         config: What they may cost.
         special_tokens: Texts of the model's special tokens, which may be triggers.
         registry: Counts what was checked.
+        clock: Fills tenants' time up.
     """
 
     def __init__(
-        self, config: GrammarConfig, special_tokens: Iterable[str], registry: CollectorRegistry
+        self,
+        config: GrammarConfig,
+        special_tokens: Iterable[str],
+        registry: CollectorRegistry,
+        clock: Clock | None = None,
     ) -> None:
         self._config = config
         self._limits = parser_limits(config)
@@ -40,7 +70,11 @@ class GrammarChecker:
         self._known: OrderedDict[bytes, str] = (
             OrderedDict()
         )  # texts of checked grammars, by their form's digest
-        self._checking: Counter[str] = Counter()
+        self._tenants: dict[str, _Tenant] = {}
+        per_minute = config.check_s_per_minute_per_tenant
+        self._allowance = BucketSize(rate_per_s=per_minute / 60, capacity=per_minute)
+        self._clock = clock or MonotonicClock()
+        self._checks: set[asyncio.Task[str | InvalidRequestError]] = set()
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="grammar")
         self._outcomes = Metric(
             "baton_router_grammars",
@@ -55,6 +89,7 @@ class GrammarChecker:
         Raises:
             InvalidRequestError: There is no such grammar, or it is over a limit.
             OverloadedError: Too many of this tenant's are being checked.
+            RateLimitedError: Checking this tenant's has taken too long of late.
         """
         if form is None:
             return ""
@@ -80,31 +115,70 @@ class GrammarChecker:
             self._known.move_to_end(digest)
             self._outcomes.labels("known").inc()
             return text
-        if self._checking[tenant_id] >= self._config.max_compiling_per_tenant:
+        tenant = self._admitted(form, tenant_id)
+        # A task of its own: a client that goes away does not keep its tenant from paying.
+        check = asyncio.create_task(self._check_in_turn(tenant, form))
+        self._checks.add(check)
+        check.add_done_callback(self._checks.discard)
+        outcome = await asyncio.shield(check)
+        if isinstance(outcome, InvalidRequestError):
+            raise outcome
+        self._known[digest] = outcome
+        if len(self._known) > self._config.max_compiled:
+            self._known.popitem(last=False)
+        self._outcomes.labels("checked").inc()
+        return outcome
+
+    def _admitted(self, form: AnswerForm, tenant_id: str) -> _Tenant:
+        """The tenant, if it may have another grammar checked."""
+        now_s = self._clock.now_s()
+        if len(self._tenants) > _FORGET_ABOVE:
+            self._tenants = {
+                name: tenant
+                for name, tenant in self._tenants.items()
+                if tenant.num_checking or not tenant.time_left.full(self._allowance, now_s)
+            }
+        tenant = self._tenants.setdefault(tenant_id, _Tenant())
+        if tenant.num_checking >= self._config.max_compiling_per_tenant:
             raise OverloadedError(
                 "Too many grammars of yours are being checked.",
                 param=form.param,
                 retry_after_s=1.0,
                 reason="grammars",
             )
-        self._checking[tenant_id] += 1
-        try:
-            loop = asyncio.get_running_loop()
-            text = await loop.run_in_executor(self._pool, self._made, form)
-        finally:
-            self._checking[tenant_id] -= 1
-            if not self._checking[tenant_id]:
-                del self._checking[tenant_id]
-        self._known[digest] = text
-        if len(self._known) > self._config.max_compiled:
-            self._known.popitem(last=False)
-        self._outcomes.labels("checked").inc()
-        return text
+        if (wait_s := tenant.time_left.take(0.0, self._allowance, now_s)) > 0.0:
+            raise RateLimitedError(
+                f"{form.param}: checking your grammars took more than"
+                f" {self._config.check_s_per_minute_per_tenant:g} s of a processor per minute"
+                f" (grammar.check_s_per_minute_per_tenant). Try again in {ceil(wait_s)} s.",
+                param=form.param,
+                retry_after_s=wait_s,
+                reason="grammar_time",
+            )
+        tenant.num_checking += 1
+        return tenant
 
-    def _made(self, form: AnswerForm) -> str:
-        grammar = grammar_of(form, self._special)
-        self._check(grammar)
-        return grammar.text
+    async def _check_in_turn(self, tenant: _Tenant, form: AnswerForm) -> str | InvalidRequestError:
+        loop = asyncio.get_running_loop()
+        try:
+            async with tenant.turn:
+                outcome, seconds = await loop.run_in_executor(self._pool, self._made, form)
+            tenant.time_left.give_back(-seconds, self._allowance, self._clock.now_s())
+            return outcome
+        finally:
+            tenant.num_checking -= 1
+
+    def _made(self, form: AnswerForm) -> tuple[str | InvalidRequestError, float]:
+        """The grammar of a form, or why there is none; and the seconds that it took of a processor."""
+        begun_s = time.thread_time()
+        outcome: str | InvalidRequestError
+        try:
+            grammar = grammar_of(form, self._special)
+            self._check(grammar)
+            outcome = grammar.text
+        except InvalidRequestError as error:
+            outcome = error
+        return outcome, time.thread_time() - begun_s
 
     def _check(self, grammar: Grammar) -> None:
         parts = [

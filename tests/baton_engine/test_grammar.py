@@ -1,11 +1,14 @@
 """Outputs held to grammars: what is drawn parses, and is the same wherever it is drawn."""
 
+import ctypes
 import json
 import re
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from random import Random
+from typing import Any, cast
 
 import jsonschema_rs
 import numpy as np
@@ -17,6 +20,7 @@ from baton.clock import ManualClock
 from baton.config.schema import GrammarConfig
 from baton.errors import (
     BatonError,
+    EngineError,
     InvalidRequestError,
     InvariantError,
     UnsupportedParameterError,
@@ -24,16 +28,25 @@ from baton.errors import (
 from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample
 from baton.ids import SeqId
 from baton_engine.fakes.engine import FakeRunner
-from baton_engine.grammar import MatcherCompiler, load_compiler
+from baton_engine.grammar import MatcherCompiler, MatcherConstraint, load_compiler
 from baton_engine.loop import EngineLoop
-from baton_engine.messages import Abort, Failed, Generate, Prefill, Receive, Release, Released
+from baton_engine.messages import (
+    Abort,
+    Failed,
+    Generate,
+    Prefill,
+    Receive,
+    Release,
+    Released,
+    StepEvents,
+)
 from baton_engine.models.config import load_spec
 from baton_engine.ports import TokenConstraint
 from baton_engine.sampling.masks import collect_masks, masked
 from baton_engine.scheduling.plan import Row
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.staging import DeviceStaging, StagedBatch
-from tests.baton_engine.sampled import Event, all_events, by_sequence
+from tests.baton_engine.sampled import Event, Sampled, all_events
 from tests.baton_engine.scheduling_world import SECRET, layout, limits
 from tests.baton_engine.sequences import sequence
 from tests.baton_engine.tiny_models import EOS, make_model, make_tokenizer
@@ -60,9 +73,14 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"), "llama", vocab_size=333, num_layers=1)
 
 
+def vocabulary(model: Path) -> dict[str, Any]:
+    spec = load_spec(model)
+    return {"vocab_size": spec.vocab_size, "eos_ids": spec.eos_token_ids}
+
+
 @pytest.fixture(scope="module")
 def compiler(model):
-    compiler = load_compiler(model, load_spec(model), GrammarConfig())
+    compiler = load_compiler(model, GrammarConfig(), **vocabulary(model))
     assert compiler is not None
     yield compiler
     compiler.close()
@@ -226,43 +244,133 @@ def test_the_others_rows_of_a_step_are_not_touched(new_engine):
     assert drawn(beside, replace(asked(5), sampling=free)) == {0: alone}
 
 
-def test_a_grammar_that_turns_out_too_complex_ends_its_own_request_alone(model, new_engine):
-    class Failing:
-        """Cannot go on after three tokens."""
+class Breaks:
+    """A matcher that cannot go on after three tokens, in one of the ways in which llguidance's can."""
 
-        def __init__(self) -> None:
-            self._left = 3
+    def __init__(self, how: str) -> None:
+        self._how = how
+        self._left = 3
 
-        def accept(self, token: int) -> None:
-            self._left -= 1
+    def deep_copy(self) -> "Breaks":
+        return Breaks(self._how)
 
-        def fork(self) -> "Failing":
-            return self
+    def consume_token(self, token: int) -> bool:
+        self._left -= 1
+        if self._left == 0 and self._how == "raises reading":
+            raise OverflowError("a token below 0")
+        return True
 
-        def fill(self, bits) -> None:
-            bits[:] = 0xFFFF_FFFF
+    def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
+        ctypes.memset(pointer, 255, size)
+        if self._left <= 0 and self._how == "panics":
+            raise Panic("an index out of range")
 
-        @property
-        def fault(self) -> BatonError | None:
-            return InvalidRequestError("too complex") if self._left <= 0 else None
+    def is_error(self) -> bool:
+        return self._left <= 0 and self._how == "reports"
 
-    engine = new_engine()
-    free = replace(asked(5).sampling, grammar="", max_tokens=10, ignore_eos=True)
-    engine.tell(Generate(seq_id=OTHER, prompt=replace(asked(5), sampling=free)))
-    engine.scheduler.handle(Generate(seq_id=ASKED, prompt=asked(1)), 0.0, Failing())
-    failed: list[Event] = []
-    while (plan := engine.scheduler.schedule(0.0)[0]) is not None:
-        result = engine.runner.execute(plan)
-        for place, error in result.failed:
-            failed += engine.scheduler.fail(plan.rows[place].seq, error)
-        sampled = engine.scheduler.update_from_output(plan, result, 0.0)
-        if sampled is not None:
-            engine.events += by_sequence(sampled)
-    (event,) = failed
-    assert isinstance(event, Failed)
-    assert (event.seq_id, type(event.error)) == (ASKED, InvalidRequestError)
-    assert len(engine.tokens(OTHER)) == 10
-    assert engine.scheduler.load().blocks_used == 0
+    def get_error(self) -> str:
+        return "Parser Error: Current row has 2001 items; max is 2000"
+
+
+class Panic(BaseException):
+    """Stands for pyo3's, which is no Exception either."""
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("how", ["reports", "raises reading", "panics"])
+def test_a_matcher_that_breaks_ends_its_own_request_alone(model, compiler, how, ahead):
+    """The rows beside it, under a grammar or none, draw what they draw without it, and no step of theirs is computed again."""
+
+    class BreaksForOne:
+        def compile(self, prompt, done) -> None:
+            outcome = compiled(compiler, prompt.sampling.grammar)
+            broken = MatcherConstraint(cast(LLMatcher, Breaks(how)), 333, compiler.counts)
+            done(broken if prompt.tenant == "breaks" else outcome)
+
+        def close(self) -> None:
+            pass
+
+    grammar = LLMatcher.grammar_from_regex("([a-z]{3} ){99}")
+    under = asked(3, grammar=grammar, max_tokens=12)
+    free = replace(asked(5), sampling=replace(asked(5).sampling, grammar="", max_tokens=12))
+    free = replace(free, sampling=replace(free.sampling, ignore_eos=True))
+    breaking = replace(asked(1, grammar=grammar, samples=2), tenant="breaks")
+    drawn, failed = {}, {}
+    for others in ((), (("breaks", breaking),)):
+        engine = WholeEngine(model, eos_ids=load_spec(model).eos_token_ids)
+        heard: list[StepEvents] = []
+        loop = EngineLoop(
+            engine.scheduler,
+            engine.runner,
+            heard.append,
+            ManualClock(),
+            grammars=BreaksForOne(),
+            ahead=ahead,
+        )
+        for name, prompt in (("under", under), ("free", free), *others):
+            loop.submit(Generate(seq_id=SeqId(name), prompt=prompt))
+        _turn(loop)
+        told = [event for events in heard for event in all_events(events)]
+        drawn[bool(others)] = [
+            [t.token for e in told if isinstance(e, Sampled) and e.seq_id == name for t in e.tokens]
+            for name in ("under", "free")
+        ]
+        failed[bool(others)] = [event for event in told if isinstance(event, Failed)]
+        assert engine.scheduler.load().blocks_used == 0
+    assert drawn[True] == drawn[False]
+    assert list(map(len, drawn[True])) == [12, 12]
+    assert failed[False] == []
+    (event,) = failed[True]
+    assert event.seq_id == "breaks"
+    assert type(event.error) is (InvalidRequestError if how == "reports" else EngineError)
+    assert "grammar" in event.error.message
+
+
+def test_a_grammar_that_becomes_too_complex_is_a_fault_that_is_counted(model, tokenizer):
+    """llguidance's own limit, in the middle of an output."""
+    compiler = load_compiler(model, GrammarConfig(max_states=40), **vocabulary(model))
+    assert compiler is not None
+    constraint = compiled(compiler, LLMatcher.grammar_from_regex("[ab]*a[ab]{9}x"))
+    assert not isinstance(constraint, BatonError), constraint
+    bits = np.zeros(-(-333 // 32), np.uint32)
+    letters = tokenizer.convert_tokens_to_ids(["a", "b"])
+    read, rng = 0, Random(0)
+    while constraint.fault is None:
+        assert read < 200
+        constraint.accept(rng.choice(letters))
+        constraint.fill(bits)
+        read += 1
+    assert read > 1
+    assert isinstance(constraint.fault, InvalidRequestError)
+    assert constraint.fault is constraint.fault
+    assert (compiler.counts.faults, compiler.counts.masks) == (1, read)
+    compiler.close()
+
+
+def test_tenants_take_turns_at_the_compilers_threads(model):
+    """One that sends many grammars has one of them compiled at a time; another's waits for that one alone."""
+    compiler = load_compiler(model, GrammarConfig(threads=1), **vocabulary(model))
+    assert compiler is not None
+    order: list[str] = []
+    held, over = threading.Event(), threading.Event()
+
+    def send(tenant: str, name: str) -> None:
+        def done(outcome: TokenConstraint | BatonError) -> None:
+            assert held.wait(10)
+            order.append(name)
+            if len(order) == 5:
+                over.set()
+
+        sampling = SamplingParams(grammar=LLMatcher.grammar_from_regex(name))
+        compiler.compile(Prompt(prompt_tokens=(1,), sampling=sampling, tenant=tenant), done)
+
+    for name in "abcd":
+        send("many", name)
+    send("few", "x")
+    held.set()
+    assert over.wait(10)
+    compiler.close()
+    assert order == ["a", "x", "b", "c", "d"]
 
 
 def test_a_mask_leaves_what_the_grammar_allows_and_other_rows_alone(compiler, tokenizer):
@@ -312,16 +420,19 @@ def test_an_output_that_its_grammar_does_not_allow_is_refused(compiler):
 
 
 def test_compiled_grammars_are_kept_up_to_a_number(model):
-    compiler = load_compiler(model, load_spec(model), GrammarConfig(max_compiled=2))
+    compiler = load_compiler(model, GrammarConfig(max_compiled=2), **vocabulary(model))
     assert compiler is not None
     for text in ("a", "b", "c", "b", "a"):
         assert not isinstance(compiled(compiler, LLMatcher.grammar_from_regex(text)), BatonError)
-    assert (compiler.num_compiled, compiler.num_found) == (4, 1)
+    assert isinstance(compiled(compiler, "not a grammar"), BatonError)
+    counts = compiler.counts
+    assert (counts.compiled, counts.found, counts.evicted, counts.refused) == (4, 1, 2, 1)
+    assert counts.compile_s > 0.0
     compiler.close()
 
 
 def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path, model):
-    assert load_compiler(tmp_path, load_spec(model), GrammarConfig()) is None
+    assert load_compiler(tmp_path, GrammarConfig(), **vocabulary(model)) is None
 
 
 class HeldCompiler:

@@ -3,7 +3,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.generation import WorkerLoad
 from baton.telemetry.metrics import render
-from baton_worker.metrics import WorkerMetrics
+from baton_engine.ports import GrammarCounts
+from baton_worker.metrics import GrammarMetrics, WorkerMetrics
 
 KNOWN_NAMES = {
     "vllm:num_requests_running": "gauge",
@@ -42,3 +43,14 @@ def test_what_only_grows_is_counted_once_however_often_it_is_looked_at():
     assert value("vllm:prefix_cache_hits_total") == 5
     assert value("vllm:prefix_cache_queries_total") == 30
     assert value("baton_preemptions_total") == 1
+
+
+def test_what_grammars_cost_is_read_where_the_engine_counts_it():
+    metrics, counts = _metrics(), GrammarCounts()
+    metrics.registry.register(GrammarMetrics(counts))
+    counts.compiled, counts.evicted, counts.mask_s, counts.faults = 3, 1, 0.25, 2
+    value = metrics.registry.get_sample_value
+    assert value("baton_grammars_total", {"outcome": "compiled"}) == 3
+    assert value("baton_grammars_total", {"outcome": "evicted"}) == 1
+    assert value("baton_grammar_mask_seconds_total") == 0.25
+    assert value("baton_grammar_faults_total") == 2

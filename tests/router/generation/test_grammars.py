@@ -1,5 +1,6 @@
 """The form of an answer: every field that asks for one becomes a grammar, and what cannot be held to is refused by name and path."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -8,12 +9,13 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from baton.clock import ManualClock
 from baton.config.schema import GrammarConfig
-from baton.errors import InvalidRequestError, OverloadedError
+from baton.errors import InvalidRequestError, OverloadedError, RateLimitedError
 from baton.grammar import parser_limits
 from baton.telemetry.metrics import new_registry
 from router.generation.answer_form import AnswerForm, StructuralTag, grammar_of
-from router.generation.grammars import GrammarChecker
+from router.generation.grammars import GrammarChecker, _Tenant
 from tests.router.generation.schemas import INVALID, REFUSED, SCHEMAS
 from tests.router.served import MODEL, serve, tiny_tokenizer
 
@@ -323,6 +325,89 @@ async def test_triggers_are_all_special_tokens_or_none(triggers):
     }
     with pytest.raises(InvalidRequestError, match="special token"):
         await checker.text_of(of("structural_tag", json.dumps(tag)), "tenant")
+
+
+async def test_a_tenant_that_has_used_up_its_time_waits_until_as_much_has_passed_and_nobody_else_does():
+    """What a check took is known behind it: one may overdraw. A known grammar costs nothing; a refused one what it took."""
+    clock = ManualClock()
+    config = GrammarConfig(check_s_per_minute_per_tenant=1e-6)
+    checker = GrammarChecker(config, (), new_registry(), clock)
+    assert await checker.text_of(of("regex", "a"), "one")
+    with pytest.raises(RateLimitedError, match="check_s_per_minute_per_tenant") as refused:
+        await checker.text_of(of("regex", "b"), "one")
+    assert (refused.value.param, refused.value.reason) == ("field", "grammar_time")
+    assert await checker.text_of(of("regex", "a"), "one")
+    with pytest.raises(InvalidRequestError):
+        await checker.text_of(of("regex", "("), "other")
+    with pytest.raises(RateLimitedError):
+        await checker.text_of(of("regex", "c"), "other")
+    assert refused.value.retry_after_s is not None
+    clock.advance(refused.value.retry_after_s + 1e-3)
+    assert await checker.text_of(of("regex", "b"), "one")
+    checker.close()
+
+
+async def test_a_client_that_goes_away_is_charged_all_the_same():
+    checker = GrammarChecker(
+        GrammarConfig(check_s_per_minute_per_tenant=1e-6), (), new_registry(), ManualClock()
+    )
+    asked = asyncio.create_task(checker.text_of(of("json", SCHEMA), "tenant"))
+    await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    async with asyncio.timeout(10):
+        await asyncio.gather(*checker._checks)
+    with pytest.raises(RateLimitedError):
+        await checker.text_of(of("regex", "a"), "tenant")
+    checker.close()
+
+
+async def test_nobody_waits_for_more_than_one_grammar_of_another_tenant():
+    checker = GrammarChecker(GrammarConfig(threads=1), (), new_registry())
+    order: list[str] = []
+
+    async def ask(tenant: str, regex: str) -> None:
+        await checker.text_of(of("regex", regex), tenant)
+        order.append(regex)
+
+    many = [asyncio.create_task(ask("many", f"a{{{number}}}")) for number in range(9)]
+    few = asyncio.create_task(ask("few", "b"))
+    await asyncio.gather(few, *many)
+    assert order.index("b") <= 1
+    assert [regex for regex in order if regex != "b"] == [f"a{{{number}}}" for number in range(9)]
+    checker.close()
+
+
+async def test_tenants_that_owe_nothing_are_forgotten():
+    checker = GrammarChecker(GrammarConfig(), (), new_registry(), ManualClock())
+    for number in range(1100):
+        checker._tenants[str(number)] = _Tenant()
+    await checker.text_of(of("regex", "a"), "tenant")
+    assert list(checker._tenants) == ["tenant"]
+    checker.close()
+
+
+@pytest.mark.parametrize(
+    ("lark", "paths"),
+    [
+        ('start: "%json" %json {"type": "integer"}', [".%json 1"]),
+        ('start: "a\\"%json" ', []),
+        ('start: "%json {\\"not\\": {}}"', []),
+        ("start: /%json {}/", []),
+        ("start: /a\\/%json/ %json {}", [".%json 1"]),
+        ('start: "a" // %json\n | %json {}', [".%json 1"]),
+        ('start: "a" # "%json\n | %json {}', [".%json 1"]),
+        ('start: </s> %json {"a": 1} </s>', [".%json 1"]),
+        ('start: %json {"const": "%json \\" {"} %json {}', [".%json 1", ".%json 2"]),
+        ('start: %regex {"substring_words": "%json {"} %json {}', [".%json 1"]),
+        ("start: %json\n{} @{ start: %json {} @}", [".%json 1", ".%json 2"]),
+        ('%llguidance {"a": "%json {"}\nstart: %json true', []),
+    ],
+)
+def test_of_a_grammar_those_schemas_are_looked_at_that_it_embeds(lark, paths):
+    grammar = grammar_of(of("grammar", lark), ())
+    assert [path.removeprefix("field") for path, _ in grammar.schemas] == paths
 
 
 async def test_a_tenant_over_its_limit_has_no_grammar_translated():
