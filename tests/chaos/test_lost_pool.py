@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -93,16 +94,20 @@ class Load:
 
 
 def _kill(cluster: Served, role: str) -> None:
-    """Kills the one worker of a role, which serves."""
-    eventually(lambda: _serves(cluster, role), f"the {role} worker serves", timeout_s=40)
-    victim = cluster.child(role)
+    """Kills the one worker of a role, once it serves and so does the other."""
+    for one in ("decode", "prefill"):
+        eventually(partial(_serving, cluster, one), f"{one} serves", timeout_s=40)
+    before, victim = _serving(cluster, role), cluster.child(role)
     victim.kill()
     eventually(lambda: not _lives(victim), f"the {role} worker is dead")
+    eventually(lambda: _serving(cluster, role) != before, f"the router knows of {role}'s death")
 
 
-def _serves(cluster: Served, role: str) -> bool:
+def _serving(cluster: Served, role: str) -> object:
+    """The incarnation of the one worker of a role that is ready; None while there is none."""
     workers = cluster.told("status").get("workers", [])
-    return any(worker["role"] == role and worker["state"] == "ready" for worker in workers)
+    ready = [w["incarnation"] for w in workers if w["role"] == role and w["state"] == "ready"]
+    return ready[0] if ready else None
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -121,7 +126,7 @@ def test_no_request_fails_while_one_worker_lives(
         for victim in victims:
             _kill(cluster, victim)
         for role in ("decode", "prefill"):
-            eventually(lambda r=role: _serves(cluster, r), f"{role} is back", timeout_s=40)  # type: ignore[misc]
+            eventually(partial(_serving, cluster, role), f"{role} is back", timeout_s=40)
     replies = load.replies()
     assert [reply for reply in replies if reply.status != 200] == []
     reference = Reference(checkpoint)
