@@ -70,7 +70,9 @@ CONTROL_SOCKET = "router.sock"
 """Name of the Control socket in the cluster's runtime directory."""
 
 _WAIT_S = 5.0
-_GARBAGE_THRESHOLD = 50_000
+_GARBAGE_THRESHOLDS = (10_000, 10, 50)
+"""Of Python's garbage collector, which the event loop waits for: objects that are looked at in one go, and how many times that before
+it looks at those that have lasted."""
 _SWITCH_INTERVAL_S = 0.0005
 """Of Python's threads: so long the event loop waits at most, at each of its turns, while a thread that computes holds the interpreter."""
 _ALL_WORKERS_WAITS = 6
@@ -123,7 +125,7 @@ async def run(
     loaded = await asyncio.to_thread(_load, config)
     # All that has been loaded stays: going over it again and again for garbage would cost a few percent of every core.
     gc.freeze()
-    gc.set_threshold(_GARBAGE_THRESHOLD)
+    gc.set_threshold(*_GARBAGE_THRESHOLDS)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     credentials = ClusterCredentials.from_config(config.cluster, PeerRole.ROUTER, "router")
     parts = compose(config.router, worker_addresses, secret, credentials=credentials)
