@@ -5,12 +5,13 @@ for `/health` and for a short streamed completion every few milliseconds. Most a
 some are honest requests of the largest size.
 
 Figures, for each attack: `ATTACK_stall_ms`, what the router's event loop does: the longest that the canary waited for `/health`, or in a
-completion after its first token, less what it waits at the median when nobody attacks; `ATTACK_loop_cpu_ms`, how much of that wait the
-thread of the event loop computed, and `ATTACK_run_delay_ms`, how much of it that thread or the canary waited for a processor which the
-kernel had given to another (both are parts of the stall, not taken off it); `ATTACK_completion_ms`, the stall's like for whole completions, which may also wait for a free worker and count in no stall; `ATTACK_memory_mb`, the router's largest resident memory while
-it ran, less what it holds when idle after its start; `ATTACK_children_mb`, the largest of its child processes together (chat templates,
-long texts); and `ATTACK_status`, the HTTP status of the last reply (0: closed without one). `worst_stall_ms`, `worst_memory_mb` and
-`worst_children_mb` are the largest of all attacks.
+completion after its first token, less what it waits at the median when nobody attacks. Parts of that wait, never taken off it:
+`ATTACK_loop_cpu_ms`, in which the thread of the event loop computed, and `ATTACK_run_delay_ms`, in which that thread or the canary could
+have run while the kernel gave the processors to others; the rest of it the loop waited for Python's lock, or for nothing.
+`ATTACK_completion_ms`, the like of the stall for whole completions, which may also wait for a free worker and count in no stall;
+`ATTACK_memory_mb`, the router's largest resident memory while it ran, less what it holds when idle after its start;
+`ATTACK_children_mb`, the largest of its child processes together (chat templates, long texts); and `ATTACK_status`, the HTTP status of
+the last reply (0: closed without one). `worst_stall_ms` and its like are the largest of all attacks.
 `trailer_names_request`: 1 if a request id in a trailer came back as that of the request.
 """
 

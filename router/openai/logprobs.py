@@ -20,7 +20,7 @@ LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot write."""
 
 
-_AT_ONCE = 64
+_AT_ONCE = 16
 """Tokens that are written before the event loop runs again; each may list twenty others."""
 
 TokenName = Callable[[int], str]
@@ -170,7 +170,7 @@ async def echo_logprobs(
 ) -> CompletionColumns:
     """The prompt's part of a completion's log-probabilities; nothing stands before the first token, so it has none."""
     scored = zip(echo.tokens[1:], scores, strict=True)
-    tops = (_tops(token, score.logprob, score.top[:count], name) for token, score in scored)
+    tops = (_tops(token, score.logprob, score.top(count), name) for token, score in scored)
     logprobs = (finite(score.logprob) for score in scores)
     return CompletionColumns(
         text_offset=await json_array(echo.offsets, _LIGHT_AT_ONCE),
@@ -194,7 +194,7 @@ def _entry(token: int, score: TokenLogprobs, count: int, pieces: PieceTable) -> 
     own: Entry = {"logprob": finite(score.logprob), "rank": score.rank}
     own["decoded_token"] = pieces.text_of(token)
     entry = {token: own}
-    for rank, (i, logprob) in enumerate(score.top[:count], start=1):
+    for rank, (i, logprob) in enumerate(score.top(count), start=1):
         if i != token:
             entry[i] = {
                 "logprob": finite(logprob),
