@@ -70,7 +70,11 @@ CONTROL_SOCKET = "router.sock"
 """Name of the Control socket in the cluster's runtime directory."""
 
 _WAIT_S = 5.0
-_GARBAGE_THRESHOLD = 50_000
+_GARBAGE_THRESHOLDS = (2_000, 5, 500)
+"""Objects, and collections of the generation below, after which Python looks for cycles. It takes about a microsecond per object that is
+alive and keeps the event loop waiting: so the younger generations are small, and the oldest, in which large replies lie while
+they are written, is rarely looked through.
+"""
 _SWITCH_INTERVAL_S = 0.0005
 """Of Python's threads: so long the event loop waits at most, at each of its turns, while a thread that computes holds the interpreter."""
 _ALL_WORKERS_WAITS = 6
@@ -123,7 +127,7 @@ async def run(
     loaded = await asyncio.to_thread(_load, config)
     # All that has been loaded stays: going over it again and again for garbage would cost a few percent of every core.
     gc.freeze()
-    gc.set_threshold(_GARBAGE_THRESHOLD)
+    gc.set_threshold(*_GARBAGE_THRESHOLDS)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     credentials = ClusterCredentials.from_config(config.cluster, PeerRole.ROUTER, "router")
     parts = compose(config.router, worker_addresses, secret, credentials=credentials)

@@ -737,7 +737,7 @@ def test_samples_that_have_tokens_are_resumed_one_by_one(core):
     assert prompts[1,].output_tokens == (100,)
 
 
-SCORES = (TokenLogprobs(logprob=-1.0, rank=2, top=()),)
+SCORES = (TokenLogprobs(logprob=-1.0, rank=2),)
 
 
 def scores_in(actions):
