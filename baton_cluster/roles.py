@@ -131,8 +131,9 @@ async def _run_vllm(child: Child) -> None:
         memory=memory,
         sink=sink,
         progress=child.progress,
+        grammar=config.grammar,
     )
-    await _serve_engine(child, built, memory, sink, None)
+    await _serve_engine(child, built, memory, sink, None, built.grammar_counts)
 
 
 async def run_simulated(child: Child) -> None:
@@ -172,6 +173,10 @@ async def _serve_engine(
     metrics.registry.register(credentials.counts)
     if grammar_counts is not None:
         metrics.registry.register(GrammarMetrics(grammar_counts))
+    if isinstance(built, BuiltVllm):
+        from baton_vllm.metrics import OwnMetrics
+
+        metrics.registry.register(OwnMetrics({each.name for each in metrics.registry.collect()}))
     pool = (
         None
         if isinstance(built, BuiltVllm)

@@ -119,7 +119,12 @@ def build_engine(
     apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
     graphs = _graphs(decoder, arena, limits, config)
     progress("reading the tokenizer", None)
-    grammars = load_compiler(choice.path, choice.spec, grammar)
+    grammars = load_compiler(
+        choice.path,
+        grammar,
+        vocab_size=choice.spec.vocab_size,
+        eos_ids=choice.spec.eos_token_ids,
+    )
     host = ThreadEngineHost(
         _scheduler(limits, choice, config, secret),
         ModelRunner(decoder, arena, sink, graphs, one_by_one=apart),
