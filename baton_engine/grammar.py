@@ -9,7 +9,7 @@ function of its tokens, so no state of it ever crosses a wire: each worker reads
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -72,6 +72,14 @@ class MatcherConstraint:
             self._break(error)
         self._counts.masks += 1
         self._counts.mask_s += perf_counter() - begun_s
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """See TokenConstraint."""
+        try:
+            return self._matcher.validate_tokens(list(tokens))
+        except BaseException as error:  # noqa: BLE001 - likewise
+            self._break(error)
+            return 0
 
     @property
     def fault(self) -> BatonError | None:
