@@ -44,7 +44,7 @@ from kv_transfer.ticket import TicketOffice
 if TYPE_CHECKING:
     from baton_engine.build import BuiltEngine
     from baton_engine.cache.arena import PageKernels
-    from baton_engine.ports import EnginePort
+    from baton_engine.ports import EnginePort, GrammarCounts, SpeculationCounts
     from baton_engine.simulated import SimulatedEngine
     from baton_vllm.build import BuiltVllm
     from baton_worker.service import WorkerService
@@ -115,12 +115,20 @@ async def run_worker(child: Child) -> None:
         gpu=worker.gpu,
         gpu_sharers=worker.gpu_sharers,
     )
-    counted: list[Collector] = []
-    if built.grammar_counts is not None:
-        counted.append(GrammarMetrics(built.grammar_counts))
-    if built.speculation_counts is not None:
-        counted.append(SpeculationMetrics(built.speculation_counts))
+    counted = _counted(built.grammar_counts, built.speculation_counts)
     await _serve_engine(child, built, memory, sink, built.page_kernels, counted)
+
+
+def _counted(
+    grammars: "GrammarCounts | None", drafts: "SpeculationCounts | None" = None
+) -> list[Collector]:
+    """What an engine counts beside its load."""
+    counted: list[Collector] = []
+    if grammars is not None:
+        counted.append(GrammarMetrics(grammars))
+    if drafts is not None:
+        counted.append(SpeculationMetrics(drafts))
+    return counted
 
 
 async def _run_vllm(child: Child) -> None:
@@ -138,8 +146,9 @@ async def _run_vllm(child: Child) -> None:
         memory=memory,
         sink=sink,
         progress=child.progress,
+        grammar=config.grammar,
     )
-    await _serve_engine(child, built, memory, sink, None)
+    await _serve_engine(child, built, memory, sink, None, _counted(built.grammar_counts))
 
 
 async def run_simulated(child: Child) -> None:
@@ -179,6 +188,10 @@ async def _serve_engine(
     metrics.registry.register(credentials.counts)
     for collector in counted:
         metrics.registry.register(collector)
+    if isinstance(built, BuiltVllm):
+        from baton_vllm.metrics import OwnMetrics
+
+        metrics.registry.register(OwnMetrics({each.name for each in metrics.registry.collect()}))
     pool = (
         None
         if isinstance(built, BuiltVllm)

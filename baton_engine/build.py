@@ -124,7 +124,12 @@ def build_engine(
     apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
     graphs = _graphs(decoder, arena, limits, config)
     progress("reading the tokenizer", None)
-    grammars = load_compiler(choice.path, choice.spec, grammar)
+    grammars = load_compiler(
+        choice.path,
+        grammar,
+        vocab_size=choice.spec.vocab_size,
+        eos_ids=choice.spec.eos_token_ids,
+    )
     scheduler = _scheduler(limits, choice, config, secret)
     host = ThreadEngineHost(
         scheduler,

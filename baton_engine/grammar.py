@@ -25,7 +25,6 @@ from baton.errors import BatonError, EngineError, InvalidRequestError, ModelLoad
 from baton.generation import Prompt
 from baton.grammar import parser_limits, reason_of
 from baton.pretrained import read_tokenizer
-from baton_engine.models.config import ModelSpec
 from baton_engine.ports import GrammarCounts, TokenConstraint
 
 logger = logging.getLogger(__name__)
@@ -199,12 +198,18 @@ class MatcherCompiler:
 
 
 def load_compiler(
-    directory: Path, spec: ModelSpec, config: GrammarConfig
+    directory: Path, config: GrammarConfig, *, vocab_size: int, eos_ids: Sequence[int]
 ) -> MatcherCompiler | None:
     """The compiler for a model's tokenizer. None where it has none that llguidance reads, or no token that ends a text: then grammars
     are refused. Blocks.
+
+    Args:
+        directory: The model's.
+        config: What a grammar may cost.
+        vocab_size: How many tokens the model scores.
+        eos_ids: Those that end a text.
     """
-    if not spec.eos_token_ids:
+    if not eos_ids:
         logger.warning("grammars are refused: no token of this model ends a text")
         return None
     try:
@@ -214,8 +219,8 @@ def load_compiler(
         num_known = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         tokenizer = LLTokenizer(
             backend.to_str(),
-            n_vocab=max(spec.vocab_size, num_known),
-            eos_token=list(spec.eos_token_ids),
+            n_vocab=max(vocab_size, num_known),
+            eos_token=list(eos_ids),
         )
     except (ModelLoadError, ValueError) as error:
         logger.warning("grammars are refused, the tokenizer is of no use for them: %s", error)

@@ -6,16 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.config.schema import EngineConfig, ModelConfig
+from baton.config.schema import EngineConfig, GrammarConfig, ModelConfig
 from baton.errors import ConfigError, ModelLoadError
 from baton.ids import LayerName, Role
 from baton.layout import KvLayout
-from baton_engine.ports import ArenaAllocator, LayerSink
+from baton_engine.grammar import load_compiler
+from baton_engine.models.config import resolve_model
+from baton_engine.ports import ArenaAllocator, GrammarCounts, LayerSink
 from baton_engine.scheduling.limits import EngineLimits
 from baton_vllm.block_events import BlockNames
 from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.host import VllmEngineHost
-from baton_vllm.settings import engine_arguments, missing
+from baton_vllm.settings import MINOR, engine_arguments, missing
 
 if TYPE_CHECKING:
     from baton_vllm.arena import VllmArena
@@ -41,6 +43,7 @@ class BuiltVllm:
         limits: What it takes.
         num_blocks: Pages that a peer may be granted: all but the spare one. vLLM's null block is among them, and never granted.
         hands_off: Whether its pages can be handed to another worker, and another's to it.
+        grammar_counts: What its grammars cost; None where they are refused.
     """
 
     host: VllmEngineHost
@@ -48,6 +51,7 @@ class BuiltVllm:
     limits: EngineLimits
     num_blocks: int
     hands_off: bool
+    grammar_counts: GrammarCounts | None
 
 
 def build_vllm_engine(
@@ -59,6 +63,7 @@ def build_vllm_engine(
     memory: ArenaAllocator,
     sink: LayerSink,
     progress: Callable[[str, float | None], None],
+    grammar: GrammarConfig = GrammarConfig(),  # noqa: B008 - frozen
 ) -> BuiltVllm:
     """Has vLLM load the model and take the memory for its KV pages. Blocks, for minutes with a large model.
 
@@ -70,6 +75,7 @@ def build_vllm_engine(
         memory: Gives the KV pages their bytes, on a CPU.
         sink: Told of pages that are to be sent.
         progress: Called with what is being done.
+        grammar: What the grammars of outputs may cost.
 
     Raises:
         ConfigError: vLLM is missing or of another version, a setting is not one that it takes, or pages would have to be handed off
@@ -103,7 +109,14 @@ def build_vllm_engine(
         vocab_size=vllm_config.model_config.get_vocab_size(),
     )
     eos_ids, names = _eos_ids(vllm_config.model_config), BlockNames(secret, layout)
-    hosted = VllmCore(core, eos_ids)
+    progress("reading the tokenizer", None)
+    grammars = load_compiler(
+        resolve_model(model.model, model.revision),
+        grammar,
+        vocab_size=limits.vocab_size,
+        eos_ids=eos_ids,
+    )
+    hosted = VllmCore(core, eos_ids, grammars)
     hosted.tell_blocks(names)
     host = VllmEngineHost(
         hosted, hand_offs, limits, stop_ids=frozenset(eos_ids), take_block_changes=names.take
@@ -115,6 +128,7 @@ def build_vllm_engine(
         limits=limits,
         num_blocks=arena.num_blocks if hands_off else limits.num_blocks,
         hands_off=hands_off,
+        grammar_counts=None if grammars is None else grammars.counts,
     )
 
 
@@ -159,8 +173,12 @@ def _open(
         ).create_engine_config()
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         raise ModelLoadError(f"vLLM refuses {model.model}: {_words(error)}") from error
+    if device == "cpu" and vllm_config.model_config.use_mla:
+        raise ModelLoadError(
+            f"{model.model}: latent attention is not served on CPUs: vLLM {MINOR} draws other tokens there when it goes on from its own output"
+        )
     try:
-        core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
         raise ModelLoadError(f"vLLM cannot serve {model.model}: {_words(error)}") from error
     return core, vllm_config

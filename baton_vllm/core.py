@@ -14,10 +14,14 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinish
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from baton.errors import InvalidRequestError
+from baton.errors import BatonError, EngineError, InvalidRequestError, UnsupportedParameterError
 from baton.generation import FinishReason, TokenLogprobs
+from baton_engine.ports import GrammarCompiler
 from baton_vllm.block_events import BlockNames
+from baton_vllm.grammar import HeldGrammar, hold, new_masks
+from baton_vllm.metrics import StepCounts
 from baton_vllm.ports import CoreLoad, CoreOutput, Scheduled
 from baton_vllm.requests import CoreRequest
 
@@ -70,10 +74,22 @@ class VllmCore:
     Args:
         core: vLLM's; its scheduler is a `ToldScheduler`.
         eos_ids: The model's end-of-sequence ids.
+        grammars: Compiles grammars; None where they are refused. Closed with the core.
     """
 
-    def __init__(self, core: EngineCore, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self, core: EngineCore, eos_ids: Sequence[int], grammars: GrammarCompiler | None
+    ) -> None:
         self._core = core
+        self._counts = StepCounts(core.vllm_config)
+        self._grammars = grammars
+        self._held: dict[str, StructuredOutputRequest] = {}
+        if grammars is not None:
+            manager = core.structured_output_manager
+            config = core.vllm_config
+            manager._grammar_bitmask = new_masks(
+                config.scheduler_config.max_num_seqs, config.model_config.get_vocab_size()
+            )
         self._generation = {"eos_token_id": list(eos_ids)} if eos_ids else {}
 
     def tell_blocks(self, names: BlockNames) -> None:
@@ -104,11 +120,20 @@ class VllmCore:
             )
         except (ValueError, TypeError) as error:
             raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
+        if request.grammar_of is not None:
+            if self._grammars is None:
+                raise UnsupportedParameterError("this worker's model cannot be held to a grammar")
+            hold(made, request.grammar_of, self._grammars)
+            self._held[request.request_id] = made.structured_output_request
+        self._counts.added(made)
         self._core.add_request(made, wave)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See CorePort."""
         if request_ids:
+            for request_id in request_ids:
+                self._held.pop(request_id, None)
+            self._counts.aborted(request_ids)
             self._core.abort_requests(list(request_ids))
 
     def go_on(self, request_id: str, token: int) -> None:
@@ -128,7 +153,11 @@ class VllmCore:
         self._core.scheduler.told = scheduled
         outputs, is_executed = self._core.step_fn()
         self._core.post_step(model_executed=is_executed)
-        return [_output(output) for client in (outputs or {}).values() for output in client.outputs]
+        told: list[CoreOutput] = []
+        for client in (outputs or {}).values():
+            self._counts.stepped(client)
+            told += [self._output(output) for output in client.outputs]
+        return told
 
     def flush(self) -> None:
         """See CorePort."""
@@ -151,26 +180,39 @@ class VllmCore:
     def close(self) -> None:
         """See CorePort."""
         self._core.shutdown()
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def _output(self, output: EngineCoreOutput) -> CoreOutput:
+        finish = output.finish_reason
+        held = None if finish is None else self._held.pop(output.request_id, None)
+        return CoreOutput(
+            request_id=output.request_id,
+            tokens=output.new_token_ids,
+            finish=_FINISH.get(finish),
+            failed=_fault(held) if finish is VllmFinish.ERROR else None,
+            logprobs=[] if output.new_logprobs is None else _logprobs(output.new_logprobs),
+            prompt_logprobs=None
+            if output.new_prompt_logprobs_tensors is None
+            else tuple(_logprobs(output.new_prompt_logprobs_tensors)),
+        )
 
 
-def _output(output: EngineCoreOutput) -> CoreOutput:
-    finish = output.finish_reason
-    return CoreOutput(
-        request_id=output.request_id,
-        tokens=output.new_token_ids,
-        finish=_FINISH.get(finish),
-        failed="vLLM could not go on with the request" if finish is VllmFinish.ERROR else "",
-        logprobs=[] if output.new_logprobs is None else _logprobs(output.new_logprobs),
-        prompt_logprobs=None
-        if output.new_prompt_logprobs_tensors is None
-        else tuple(_logprobs(output.new_prompt_logprobs_tensors)),
-    )
+def _fault(held: StructuredOutputRequest | None) -> BatonError:
+    """Why vLLM has ended a request with an error: a grammar that could not be compiled, or that the output could not be held to."""
+    grammar = None if held is None else held.grammar
+    fault = grammar.fault if isinstance(grammar, HeldGrammar) else grammar
+    if isinstance(fault, BatonError):
+        return fault
+    return EngineError("vLLM could not go on with the request")
 
 
 def _logprobs(told: Any) -> list[TokenLogprobs]:
     """Rows of vLLM's, whose first column is the token itself and whose others are the likeliest ones, in order."""
     ids, logprobs, ranks = told[0].tolist(), told[1].tolist(), told[2].tolist()
     return [
-        TokenLogprobs(logprob=row[0], rank=rank, top=tuple(zip(tokens[1:], row[1:], strict=True)))
+        TokenLogprobs(
+            logprob=row[0], rank=rank, top_tokens=tuple(tokens[1:]), top_logprobs=tuple(row[1:])
+        )
         for tokens, row, rank in zip(ids, logprobs, ranks, strict=True)
     ]

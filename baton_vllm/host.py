@@ -15,7 +15,6 @@ from baton.blocks import BlockChanges
 from baton.clock import Clock, MonotonicClock
 from baton.errors import (
     BatonError,
-    EngineError,
     InvalidRequestError,
     InvariantError,
 )
@@ -375,8 +374,8 @@ class VllmEngineHost:
             sequence = self._sequences.get(seq_id)
             if sequence is None:
                 continue  # another sample of it failed in this step
-            if output.failed:
-                failed = self._fail(seq_id, EngineError(output.failed))
+            if output.failed is not None:
+                failed = self._fail(seq_id, output.failed)
                 self._story.record(seq_id, now_s, failed[0])
                 events += failed
                 columns.drop(seq_id)

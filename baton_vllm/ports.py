@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.errors import BatonError
 from baton.generation import FinishReason, TokenLogprobs
 from baton_vllm.requests import CoreRequest
 
@@ -37,7 +38,7 @@ class CoreOutput:
         request_id: Which.
         tokens: Drawn tokens, none where it only ends.
         finish: Why it ends with the last of them; None where it goes on.
-        failed: What went wrong with it alone; empty for nothing.
+        failed: What went wrong with it alone; None for nothing.
         logprobs: Of each token, where they were asked for.
         prompt_logprobs: With the first token where they were asked for: of the prompt's tokens from the second on.
     """
@@ -45,7 +46,7 @@ class CoreOutput:
     request_id: str
     tokens: Sequence[int]
     finish: FinishReason | None = None
-    failed: str = ""
+    failed: BatonError | None = None
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
@@ -75,6 +76,7 @@ class CorePort(Protocol):
 
         Raises:
             InvalidRequestError: vLLM refuses it.
+            UnsupportedParameterError: It has a grammar, and the model's tokenizer is none that can be held to one.
         """
 
     def abort(self, request_ids: Sequence[str]) -> None:

@@ -34,8 +34,8 @@ SAMPLING: Mapping[str, Treatment] = {
     "presence_penalty": Treatment.PASSED,
     "frequency_penalty": Treatment.PASSED,
     "repetition_penalty": Treatment.PASSED,
-    "ignore_eos": Treatment.PASSED,
     "logprobs": Treatment.PASSED,
+    "ignore_eos": Treatment.TRANSLATED,  # not where a grammar says what is complete
     "seed": Treatment.TRANSLATED,  # one per sample, and a fresh one for a resumed stream
     "logit_bias": Treatment.TRANSLATED,
     "prompt_logprobs": Treatment.TRANSLATED,  # asked of the first sample only
@@ -44,7 +44,7 @@ SAMPLING: Mapping[str, Treatment] = {
     "min_tokens": Treatment.TRANSLATED,
     "allowed_token_ids": Treatment.TRANSLATED,
     "bad_words": Treatment.TRANSLATED,  # as token ids, past vLLM's tokenizer
-    "grammar": Treatment.REFUSED,  # vLLM compiles grammars with a tokenizer, which the worker has not
+    "grammar": Treatment.TRANSLATED,  # compiled by Baton's compiler, in place of vLLM's
 }
 """Every field of `SamplingParams`. One that is refused, or not here, is refused by its name where it differs from its default."""
 
@@ -55,7 +55,7 @@ PROMPT: Mapping[str, Treatment] = {
     "sampling": Treatment.TRANSLATED,
     "cache_scope": Treatment.TRANSLATED,  # the salt of vLLM's prefix cache
     "slo": Treatment.TRANSLATED,  # its priority; the times are not scheduled for
-    "tenant": Treatment.UNUSED,  # is billed by the pool, which has no blocks of this engine
+    "tenant": Treatment.TRANSLATED,  # takes turns at grammars; the pool, which bills it, has no blocks of this engine
 }
 """Every field of `Prompt`; likewise."""
 
@@ -69,6 +69,7 @@ class CoreRequest:
         tokens: Its prompt.
         params: Arguments of vLLM's `SamplingParams`.
         bad_words: Token sequences that are not to be completed.
+        grammar_of: The prompt whose grammar the output has to follow, its output so far included; None for none.
         salt: Keeps tenants' blocks apart; None for none.
         priority: Lower goes first.
     """
@@ -77,6 +78,7 @@ class CoreRequest:
     tokens: list[int]
     params: Mapping[str, object]
     bad_words: tuple[tuple[int, ...], ...] = field(default=())
+    grammar_of: Prompt | None = None
     salt: str | None = None
     priority: int = 0
 
@@ -104,6 +106,10 @@ def _unsupported(prompt: Prompt, stop_ids: frozenset[int]) -> str | None:
     allowed = sampling.allowed_token_ids
     if sampling.min_tokens and allowed and stops.issuperset(allowed):
         return "min_tokens is not supported where only stop tokens are allowed"
+    if sampling.grammar:
+        for name in ("allowed_token_ids", "bad_words", "min_tokens"):
+            if getattr(sampling, name):
+                return f"{name} is not supported beside a grammar"
     if not prompt.output_tokens:
         return None
     if sampling.presence_penalty:
@@ -132,6 +138,7 @@ def core_requests(seq_id: SeqId, prompt: Prompt) -> list[CoreRequest]:
             tokens=list(prompt.tokens),
             params=_params(prompt, sample, len(prompt.output_tokens)),
             bad_words=prompt.sampling.bad_words,
+            grammar_of=prompt if prompt.sampling.grammar else None,
             salt=prompt.cache_scope or None,
             priority=-prompt.slo.priority,
         )
@@ -161,7 +168,7 @@ def prefill_request(seq_id: SeqId, prompt: Prompt) -> CoreRequest:
     if receiver_draws_first(prompt):
         asked = {name: request.params[name] for name in ("prompt_logprobs", "detokenize")}
         params: dict[str, object] = {"temperature": 0.0, "max_tokens": 1, **asked}
-        return replace(request, request_id=seq_id, params=params, bad_words=())
+        return replace(request, request_id=seq_id, params=params, bad_words=(), grammar_of=None)
     params = dict(request.params) | {
         "max_tokens": 1,
         "min_tokens": int(prompt.sampling.min_tokens > len(prompt.output_tokens)),
@@ -190,6 +197,7 @@ def _params(prompt: Prompt, sample: int, generated: int) -> dict[str, object]:
         "seed": _seed(sampling.seed, sample, generated),
         "logit_bias": dict(sampling.logit_bias) or None,
         "prompt_logprobs": sampling.prompt_logprobs if is_first else None,
+        "ignore_eos": sampling.ignore_eos and not sampling.grammar,
         "stop_token_ids": list(sampling.stop_token_ids),
         "max_tokens": max(1, sampling.max_tokens - generated),
         "min_tokens": max(0, sampling.min_tokens - generated),

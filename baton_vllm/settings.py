@@ -35,7 +35,7 @@ GIVEN_BY = {
 
 DECIDED = {
     "async_scheduling": "one frame is told per step",
-    "disable_log_stats": "Baton counts",
+    "disable_log_stats": "its figures are among the worker's metrics",
     "distributed_executor_backend": "the engine runs in the worker's process",
     "ec_transfer_config": "there is no second way to hand anything off",
     "kv_events_config": "block events are taken in the process",
@@ -136,7 +136,7 @@ def engine_arguments(model: ModelConfig, config: EngineConfig) -> dict[str, obje
         "runner": "generate",
         "skip_tokenizer_init": True,
         "async_scheduling": False,
-        "disable_log_stats": True,
+        "served_model_name": model.served_model_name[0] if model.served_model_name else None,
         "scheduling_policy": "priority",
         # Models with several groups of layers are held as if all attended to everything.
         "disable_hybrid_kv_cache_manager": True,

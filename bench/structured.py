@@ -212,7 +212,13 @@ def measure(directory: Path, rounds: int, tell: Callable[[str], None]) -> dict[s
 
     rng = Random(1)
     grammars, check_s = asyncio.run(checked([schema(rng) for _ in range(_SCHEMAS)]))
-    compiler = load_compiler(directory, load_spec(directory), GrammarConfig(max_compiled=1))
+    spec = load_spec(directory)
+    compiler = load_compiler(
+        directory,
+        GrammarConfig(max_compiled=1),
+        vocab_size=spec.vocab_size,
+        eos_ids=spec.eos_token_ids,
+    )
     assert compiler is not None
     compile_s, mask_s = [], []
     for number, grammar in enumerate(grammars):

@@ -17,6 +17,7 @@ def serving(
     *flags: str,
     settings: Mapping[str, str] | None = None,
     module: str = "baton_cluster.cli.main",
+    python: str = sys.executable,
 ) -> Iterator[str]:
     """A cluster serving `model` under the name `bench` on a free port; yields its URL.
 
@@ -25,11 +26,12 @@ def serving(
         flags: Of `baton serve`.
         settings: Variables of its environment.
         module: That of the command line.
+        python: Of the environment that runs it.
 
     Raises:
         RuntimeError: It ended before it was ready; what it printed is in the message.
     """
-    command = [sys.executable, "-m", module, "serve", model, "--port", "0"]
+    command = [python, "-m", module, "serve", model, "--port", "0"]
     command += ["--served-model-name", "bench", "--log-level", "warning", *flags]
     process = subprocess.Popen(
         command,

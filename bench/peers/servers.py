@@ -24,7 +24,7 @@ _NOT_INHERITED = {"PYTHONPATH", "OMP_NUM_THREADS"}
 
 
 @contextmanager
-def vllm(python: str, model: str, dtype: str) -> Iterator[str]:
+def vllm(python: str, model: str, dtype: str, *flags: str) -> Iterator[str]:
     """vLLM's CPU backend on all cores, from the environment that `python` belongs to; yields its URL.
 
     Raises:
@@ -33,7 +33,7 @@ def vllm(python: str, model: str, dtype: str) -> Iterator[str]:
     port = _free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--served-model-name", "bench", "--port", str(port), "--dtype", dtype]
-    command += ["--max-model-len", "4096", "--no-enable-prefix-caching"]
+    command += ["--max-model-len", "4096", "--no-enable-prefix-caching", *flags]
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     settings = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2"}
     with _running(command, port, settings) as url:

@@ -6,6 +6,7 @@ import re
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any, cast
 
@@ -72,9 +73,14 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"), "llama", vocab_size=333, num_layers=1)
 
 
+def vocabulary(model: Path) -> dict[str, Any]:
+    spec = load_spec(model)
+    return {"vocab_size": spec.vocab_size, "eos_ids": spec.eos_token_ids}
+
+
 @pytest.fixture(scope="module")
 def compiler(model):
-    compiler = load_compiler(model, load_spec(model), GrammarConfig())
+    compiler = load_compiler(model, GrammarConfig(), **vocabulary(model))
     assert compiler is not None
     yield compiler
     compiler.close()
@@ -165,7 +171,7 @@ def test_what_ends_by_itself_follows_its_schema(new_engine, tokenizer, params):
             jsonschema_rs.validate(SCHEMA, json.loads(text_of(tokenizer, tokens)))
             assert tokens[-1].token == tokenizer.convert_tokens_to_ids(EOS)
         if params.get("logprobs"):
-            assert all(token.logprobs and len(token.logprobs.top) == 2 for token in tokens)
+            assert all(token.logprobs and len(token.logprobs.top_tokens) == 2 for token in tokens)
     assert ended >= (0 if params.get("temperature") == 0.0 else 1)
 
 
@@ -322,7 +328,7 @@ def test_a_matcher_that_breaks_ends_its_own_request_alone(model, compiler, how, 
 
 def test_a_grammar_that_becomes_too_complex_is_a_fault_that_is_counted(model, tokenizer):
     """llguidance's own limit, in the middle of an output."""
-    compiler = load_compiler(model, load_spec(model), GrammarConfig(max_states=40))
+    compiler = load_compiler(model, GrammarConfig(max_states=40), **vocabulary(model))
     assert compiler is not None
     constraint = compiled(compiler, LLMatcher.grammar_from_regex("[ab]*a[ab]{9}x"))
     assert not isinstance(constraint, BatonError), constraint
@@ -343,7 +349,7 @@ def test_a_grammar_that_becomes_too_complex_is_a_fault_that_is_counted(model, to
 
 def test_tenants_take_turns_at_the_compilers_threads(model):
     """One that sends many grammars has one of them compiled at a time; another's waits for that one alone."""
-    compiler = load_compiler(model, load_spec(model), GrammarConfig(threads=1))
+    compiler = load_compiler(model, GrammarConfig(threads=1), **vocabulary(model))
     assert compiler is not None
     order: list[str] = []
     held, over = threading.Event(), threading.Event()
@@ -414,7 +420,7 @@ def test_an_output_that_its_grammar_does_not_allow_is_refused(compiler):
 
 
 def test_compiled_grammars_are_kept_up_to_a_number(model):
-    compiler = load_compiler(model, load_spec(model), GrammarConfig(max_compiled=2))
+    compiler = load_compiler(model, GrammarConfig(max_compiled=2), **vocabulary(model))
     assert compiler is not None
     for text in ("a", "b", "c", "b", "a"):
         assert not isinstance(compiled(compiler, LLMatcher.grammar_from_regex(text)), BatonError)
@@ -426,7 +432,7 @@ def test_compiled_grammars_are_kept_up_to_a_number(model):
 
 
 def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path, model):
-    assert load_compiler(tmp_path, load_spec(model), GrammarConfig()) is None
+    assert load_compiler(tmp_path, GrammarConfig(), **vocabulary(model)) is None
 
 
 class HeldCompiler:

@@ -74,8 +74,10 @@ def test_a_model_draws_the_same_however_early_its_steps_are_launched(
 
 @pytest.fixture(scope="module")
 def grammars(checkpoint: Path) -> Iterator[MatcherCompiler]:
-    spec = replace(load_spec(checkpoint), eos_token_ids=EOS_IDS)
-    compiler = load_compiler(checkpoint, spec, GrammarConfig())
+    spec = load_spec(checkpoint)
+    compiler = load_compiler(
+        checkpoint, GrammarConfig(), vocab_size=spec.vocab_size, eos_ids=EOS_IDS
+    )
     assert compiler is not None
     yield compiler
     compiler.close()

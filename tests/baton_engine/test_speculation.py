@@ -145,7 +145,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compiler(model):
-    compiler = load_compiler(model, load_spec(model), GrammarConfig())
+    spec = load_spec(model)
+    compiler = load_compiler(
+        model, GrammarConfig(), vocab_size=spec.vocab_size, eos_ids=spec.eos_token_ids
+    )
     assert compiler is not None
     yield compiler
     compiler.close()

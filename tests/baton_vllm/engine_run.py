@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from baton.ids import BlockId, SeqId
@@ -18,6 +19,7 @@ from baton_engine.ports import LayerReady
 from baton_vllm.arena import VllmArena
 from baton_vllm.hand_offs import VllmHandOffs
 from kv_transfer.memory.arena import WorkerMemory
+from tests.baton_vllm.families import make_model
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -30,46 +32,6 @@ ENVIRONMENT = {
 NEW_TOKENS = 12
 CHUNK_TOKENS = 64
 PROMPT_LENGTHS = (33, 64, 199, 300)
-SMALL: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-    "torch_dtype": "float32",
-}
-
-
-def make_model(family: str, folder: str, vocab_size: int = 256) -> None:
-    import torch
-    import transformers as t
-
-    torch.manual_seed(7)
-    experts: dict[str, Any] = {
-        "moe_intermediate_size": 48,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-    }
-    configs: dict[str, Any] = {
-        "llama": lambda: t.LlamaConfig(**SMALL | {"vocab_size": vocab_size}),
-        "qwen3": lambda: t.Qwen3Config(**SMALL | {"vocab_size": vocab_size}),
-        "mixtral": lambda: t.MixtralConfig(
-            **SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
-        ),
-        "qwen3-moe": lambda: t.Qwen3MoeConfig(**SMALL, **experts),
-        "gemma3": lambda: t.Gemma3TextConfig(
-            **(SMALL | {"num_hidden_layers": 6}),
-            sliding_window=64,
-            query_pre_attn_scalar=32,
-            tie_word_embeddings=False,
-        ),
-    }
-    model = t.AutoModelForCausalLM.from_config(configs[family]())
-    model.to(torch.float32).save_pretrained(folder)
 
 
 def prompt_tokens(length: int) -> list[int]:
@@ -185,7 +147,7 @@ class Engine:
                     if index >= reserved.held_blocks:
                         self.page(layer, block)[:] = copy
             first = self.tokens[sender][0]
-            VllmCore(self.core, ()).go_on(receiver, first)
+            VllmCore(self.core, (), None).go_on(receiver, first)
             self.hand_offs.start(receiver, goes_on=True)
             self.hand_offs.end(sender)
         computed = self.computed_tokens(receivers)
@@ -267,7 +229,7 @@ def tokens_of_vllm(folder: str, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def main(family: str, folder: str) -> None:
-    make_model(family, folder)
+    make_model(family, Path(folder))
     prompts = [prompt_tokens(length) for length in PROMPT_LENGTHS]
     own = tokens_of_vllm(folder, prompts)
     engine = Engine(folder)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from baton.clock import ManualClock
-from baton.errors import InvalidRequestError
+from baton.errors import EngineError, InvalidRequestError
 from baton.generation import FinishReason, Prompt, SamplingParams
 from baton.ids import SeqId
 from baton_engine.messages import (
@@ -78,7 +78,7 @@ class FakeCore:
         request = self.requests[name]
         if name in self.failing:
             del self.requests[name]
-            return CoreOutput(request_id=name, tokens=[], failed="broken")
+            return CoreOutput(request_id=name, tokens=[], failed=EngineError("broken"))
         count = self.drawn[name] = self.drawn.get(name, 0) + 1
         is_last = count == request.params["max_tokens"]
         if is_last:

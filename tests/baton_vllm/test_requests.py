@@ -57,6 +57,16 @@ def test_a_resumed_stream_is_prompt_and_output_and_what_is_left():
     assert request.params["seed"] != 9
 
 
+def test_a_grammar_brings_the_output_that_it_has_to_read_and_overrides_ignore_eos():
+    prompt = prompt_of(grammar="start: /a+/", ignore_eos=True)
+    (fresh,) = core_requests(SEQ, prompt)
+    (resumed,) = core_requests(SEQ, replace(prompt, output_tokens=(4, 5)))
+    assert fresh.grammar_of == prompt
+    assert resumed.grammar_of == replace(prompt, output_tokens=(4, 5))
+    assert not fresh.params["ignore_eos"]
+    assert prefill_request(SEQ, prompt).grammar_of is None
+
+
 def test_scope_and_priority_become_salt_and_order():
     prompt = replace(prompt_of(), cache_scope="tenant", slo=SloTargets(priority=2))
     (request,) = core_requests(SEQ, prompt)
@@ -66,7 +76,13 @@ def test_scope_and_priority_become_salt_and_order():
 @pytest.mark.parametrize(
     ("sampling", "output", "param"),
     [
-        ({"grammar": "start: /a/"}, (), "grammar"),
+        ({"grammar": "start: /a/", "min_tokens": 2}, (), "min_tokens"),
+        ({"grammar": "start: /a/", "bad_words": ((1,),)}, (), "bad_words"),
+        (
+            {"grammar": "start: /a/", "allowed_token_ids": PackedTokens.of([1])},
+            (),
+            "allowed_token_ids",
+        ),
         ({"presence_penalty": 0.5}, (4,), "presence_penalty"),
         ({"frequency_penalty": 0.5}, (4,), "frequency_penalty"),
         ({"bad_words": ((1, 2),)}, (4,), "bad_words"),
