@@ -5,6 +5,7 @@ when vLLM does. `check` says what vLLM takes for granted.
 """
 
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from baton.ids import SeqId
@@ -37,7 +38,7 @@ class FakeVllm:
         self.block_tokens, self.budget = block_tokens, budget
         self.free = list(range(1, num_blocks))
         self.references: Counter[int] = Counter()
-        self.cached: dict[tuple[int, int], int] = {}
+        self.cached: dict[Hashable, int] = {}
         self.requests: dict[SeqId, FakeRequest] = {}
         self.waiting: list[FakeRequest] = []
         self.running: list[FakeRequest] = []
@@ -171,10 +172,14 @@ class FakeVllm:
             self.running.append(request)
             scheduled.append((request, num_tokens))
 
+    def block_name(self, request: FakeRequest, index: int) -> Hashable:
+        """By which a full block of its text is found again."""
+        return request.text, index
+
     def _hit(self, request: FakeRequest) -> list[int]:
         hit: list[int] = []
         for index in range((request.num_prompt - 1) // self.block_tokens):
-            block = self.cached.get((request.text, index))
+            block = self.cached.get(self.block_name(request, index))
             if block is None:
                 break
             hit.append(block)
@@ -205,7 +210,7 @@ class FakeVllm:
 
     def _cache(self, request: FakeRequest) -> None:
         for index in range(min(request.num_computed, request.num_prompt) // self.block_tokens):
-            self.cached.setdefault((request.text, index), request.blocks[index])
+            self.cached.setdefault(self.block_name(request, index), request.blocks[index])
 
     def _preempt(self, request: FakeRequest) -> None:
         self.running.remove(request)

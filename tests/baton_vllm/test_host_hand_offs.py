@@ -1,7 +1,6 @@
 """The engine's thread and the connector's table over a scheduler by vLLM's rules: prompts for other workers, and from them."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -32,9 +31,8 @@ from baton_engine.ports import LayerReady
 from baton_engine.scheduling.limits import EngineLimits
 from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.host import VllmEngineHost
-from baton_vllm.ports import CoreLoad, CoreOutput, Scheduled
-from baton_vllm.requests import CoreRequest
-from tests.baton_vllm.fake_scheduler import FakeRequest, FakeVllm
+from tests.baton_vllm.fake_core import SchedulerCore
+from tests.baton_vllm.fake_scheduler import FakeVllm
 
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 16
@@ -51,79 +49,12 @@ COUNTED = SamplingParams(max_tokens=3, presence_penalty=0.5)
 """Of a prompt whose first token is drawn where it is decoded."""
 
 
-class SchedulerCore:
-    """A core that schedules as vLLM does, and draws 7 each time."""
-
-    def __init__(self, hand_offs: VllmHandOffs) -> None:
-        self.vllm = FakeVllm(
-            hand_offs, num_blocks=NUM_BLOCKS + 1, block_tokens=BLOCK_TOKENS, budget=6
-        )
-        self.vllm.scheduled = self._scheduled  # type: ignore[method-assign]
-        self.asked: dict[str, CoreRequest] = {}
-        self.went_on: dict[str, int] = {}
-        self.failing: set[str] = set()
-        self._told: Callable[[Scheduled], None] = lambda _: None
-        self._begun: set[str] = set()
-
-    def add(self, request: CoreRequest) -> None:
-        self.asked[request.request_id] = request
-        max_tokens = request.params["max_tokens"]
-        assert isinstance(max_tokens, int)
-        self.vllm.add_request(
-            FakeRequest(
-                SeqId(request.request_id), request.tokens[0], len(request.tokens), max_tokens
-            )
-        )
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            self.vllm.abort(SeqId(request_id))
-
-    def go_on(self, request_id: str, token: int) -> None:
-        self.went_on[request_id] = token
-        self.vllm.requests[SeqId(request_id)].num_prompt += 1
-
-    def has_work(self) -> bool:
-        return bool(self.vllm.requests)
-
-    def step(self, scheduled: Callable[[Scheduled], None]) -> list[CoreOutput]:
-        self._told = scheduled
-        self.vllm.step()
-        return [self._output(request) for request in self.vllm.drawn]
-
-    def _scheduled(self, scheduled: list[tuple[FakeRequest, int]]) -> None:
-        fresh = [r for r, _ in scheduled if r.request_id not in self._begun]
-        self._begun.update(r.request_id for r in fresh)
-        self._told(
-            Scheduled(
-                started=tuple((r.request_id, r.num_computed) for r in fresh),
-                num_sequences=len(scheduled),
-                num_tokens=sum(num_tokens for _, num_tokens in scheduled),
-                is_idle=not scheduled and not self.vllm.preempted,
-            )
-        )
-
-    def _output(self, request: FakeRequest) -> CoreOutput:
-        is_last = request.num_output >= request.max_tokens
-        finish = FinishReason.LENGTH if is_last else None
-        return CoreOutput(request_id=request.request_id, tokens=[7], finish=finish)
-
-    def flush(self) -> None:
-        self.vllm.cached.clear()
-
-    def load(self) -> CoreLoad:
-        return CoreLoad(blocks_total=NUM_BLOCKS, blocks_free=len(self.vllm.free))
-
-    def close(self) -> None:
-        pass
-
-
 class World:
     """A worker's service: it hands over pages, and lets go of them when it is told to."""
 
     def __init__(self) -> None:
         hand_offs = VllmHandOffs(sink=self)
-        self.core = SchedulerCore(hand_offs)
+        self.core = SchedulerCore(hand_offs, LIMITS)
         self.host = VllmEngineHost(self.core, hand_offs, LIMITS, clock=ManualClock())
         self.host.attach(self._take)
         self.events: list[SeqEvent] = []

@@ -1,18 +1,23 @@
 """`baton serve --engine vllm` with a prefill and a decode worker: what the pair answers is what vLLM answers by itself."""
 
-import shutil
+import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from baton_vllm.settings import missing
+from kv_transfer.backends.registry import BACKENDS
+from tests.baton_engine.tiny_models import make_model
 from tests.baton_vllm.engine_run import prompt_tokens
-from tests.baton_vllm.families import make_model
 from tests.baton_vllm.vllm_alone import Asked, tokens_of_vllm
-from tests.e2e.served import Served, serve
+from tests.e2e.reference import Reference
+from tests.e2e.served import Served, assert_at_rest, assert_gone, serve
 
 pytestmark = [
     pytest.mark.vllm,
@@ -20,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=missing() or ""),
 ]
 
-DEMO = Path("baton_engine/demo/model").absolute()
 SETTINGS = """
 engine:
   max_num_batched_tokens: 64
@@ -42,18 +46,16 @@ COUNTED: list[Asked] = [
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    make_model(request.param, folder, vocab_size=2048)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, folder)
-    return folder
+    return make_model(tmp_path_factory.mktemp("model"), request.param, head_dim=32)
 
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """At its end every page of both workers has to be free."""
     file = tmp_path_factory.mktemp("pair") / "cluster.yaml"
-    file.write_text(SETTINGS)
+    # Messages of UCX for one of the two models, where it is installed.
+    uses_ucx = BACKENDS["ucx"].installed and "qwen3" in (model / "config.json").read_text()
+    file.write_text(SETTINGS + f"transfer: {{backends: [{'ucx' if uses_ucx else 'shm'}]}}\n")
     with serve(str(model), "-f", str(file), *FLAGS, *PAIR, "--served-model-name", "tiny") as served:
         yield served
 
@@ -115,3 +117,58 @@ def test_an_answer_of_one_token_needs_no_decode_worker(cluster):
 
     assert tokens(ask(cluster, prompt_tokens(40), max_tokens=1)) == whole[:1]
     assert loads(cluster)["decode"]["steps"] >= steps
+
+
+class Stream(threading.Thread):
+    """A streamed completion that is read in the background."""
+
+    def __init__(self, cluster: Served, prompt: list[int], max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._cluster = cluster
+        self.prompt = prompt
+        self._asked = {"model": "tiny", "prompt": prompt, "temperature": 0, "stream": True}
+        self._asked |= {"max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True}
+        self.begun = threading.Event()
+        self.tokens: list[int] = []
+        self.ended = ""
+
+    def run(self) -> None:
+        url = f"{self._cluster.url}/v1/completions"
+        with httpx.stream("POST", url, json=self._asked, timeout=60.0) as response:
+            for line in filter(None, response.iter_lines()):
+                self.ended = line
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:]).get("choices", ()):
+                        self.tokens += choice["token_ids"]
+                if len(self.tokens) > 8:
+                    self.begun.set()
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_greedy_streams_go_on_without_a_wrong_token_when_a_worker_is_killed(cluster, model, role):
+    """Of the decode worker from their tokens; of the prefill worker those that it has handed off, and what comes meanwhile waits."""
+    reference = Reference(model)
+    streams = [Stream(cluster, prompt_tokens(length), 300) for length in (40, 75, 130)]
+    for stream in streams:
+        stream.start()
+    assert all(stream.begun.wait(30) for stream in streams)
+    victim = cluster.child(role)
+
+    victim.kill()
+    assert_gone([victim])
+    meanwhile = Stream(cluster, prompt_tokens(90), 20)
+    meanwhile.start()
+
+    for stream, length in zip([*streams, meanwhile], (300, 300, 300, 20), strict=True):
+        stream.join(120)
+        assert stream.ended == "data: [DONE]"
+        assert len(stream.tokens) == length
+        reference.assert_greedy(stream.prompt, stream.tokens)
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_prompt_leaves_no_page_behind(cluster):
+    for prompt in (prompt_tokens(length) for length in range(280, 300)):
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 100, "stream": True}
+        with suppress(httpx.ReadTimeout):
+            httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=0.02)
+    assert_at_rest(cluster)

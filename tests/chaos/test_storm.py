@@ -9,6 +9,7 @@ import asyncio
 import random
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,13 +71,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `SETTINGS`."""
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
 
 
-def live_through(checkpoint: Path, *, requests: int, seed: int, weather: Weather) -> Account:
+def live_through(
+    checkpoint: Path,
+    *,
+    requests: int,
+    seed: int,
+    weather: Weather,
+    flags: Sequence[str] = FLAGS,
+) -> Account:
     """Starts a cluster, lets the storm blow until every request has ended, and waits for the cluster to be at rest."""
-    with serve(str(checkpoint), *FLAGS) as served:
+    with serve(str(checkpoint), *flags) as served:
         traffic, storm = asyncio.run(_blow(served, requests, seed, weather))
         account = Account(
             replies=traffic.replies,

@@ -103,10 +103,13 @@ async def heal(world: World, prefill: str, decode: str) -> None:
     proxy.forward.bytes_per_s = proxy.backward.bytes_per_s = None
 
 
+@pytest.mark.parametrize("engine", ["baton", "vllm"])
 @pytest.mark.parametrize("fault", [*PROCESS, *WIRE])
 @pytest.mark.parametrize("state", STATES)
-async def test_a_fault_costs_neither_a_token_nor_a_page(tmp_path: Path, state: str, fault: str):
-    async with world(tmp_path) as here:
+async def test_a_fault_costs_neither_a_token_nor_a_page(
+    tmp_path: Path, state: str, fault: str, engine: str
+):
+    async with world(tmp_path, engine) as here:
         if STATES[state]:
             here.hold(STATES[state])
         else:

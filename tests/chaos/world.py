@@ -183,8 +183,8 @@ def right(prompt: Prompt) -> list[list[int]]:
 
 
 @asynccontextmanager
-async def world(folder: Path):
-    """A world in which every worker has joined."""
+async def world(folder: Path, engine: str = "baton"):
+    """A world in which every worker, with this engine, has joined."""
     async with AsyncExitStack() as stack:
         relays: dict[str, SessionRelay] = {}
         proxies: dict[str, FaultProxy] = {}
@@ -197,7 +197,9 @@ async def world(folder: Path):
                 own = f"unix:{folder}/{name}.sock"
                 relays[name] = await stack.enter_async_context(session_relay(own, relay_at))
                 proxies[name] = await stack.enter_async_context(fault_proxy(relay_at, advertised))
-            workers[name] = await stack.enter_async_context(_worker(name, role, folder, advertised))
+            workers[name] = await stack.enter_async_context(
+                _worker(engine, name, role, folder, advertised)
+            )
         for worker in workers.values():
             await worker.serving()
         addresses = [f"unix:{folder}/{name}.sock" for name in NAMES]
@@ -208,8 +210,9 @@ async def world(folder: Path):
 
 
 @asynccontextmanager
-async def _worker(name: str, role: Role, folder: Path, advertised: str):
-    command = [sys.executable, "-m", "tests.chaos.worker_process", role.value, name, str(folder)]
+async def _worker(engine: str, name: str, role: Role, folder: Path, advertised: str):
+    command = [sys.executable, "-m", "tests.chaos.worker_process", engine]
+    command += [role.value, name, str(folder)]
     child = await asyncio.create_subprocess_exec(
         *command,
         *([advertised] if advertised else []),

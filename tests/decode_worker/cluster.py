@@ -40,6 +40,7 @@ from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.telemetry.tracing import Tracer
 from baton_engine.fakes.engine import FakeRunner
 from baton_engine.host import ThreadEngineHost
+from baton_engine.ports import EnginePort
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.plan import StepPlan, StepResult
 from baton_engine.scheduling.scheduler import Scheduler
@@ -173,15 +174,53 @@ async def start_node(
     tracer: Tracer | None = None,
 ) -> Node:
     """Composes a worker as a process of the cluster does: memory and sink, engine, services, server."""
-    name = name or role.value
-    address = f"unix:{folder}/{name}.sock"
     arena, sink = WorkerMemory(), TransferSink()
-    span = arena.allocate(LAYOUT.region_bytes(REGION_BLOCKS))
-    memory = span.host_view
+    memory = arena.allocate(LAYOUT.region_bytes(REGION_BLOCKS)).host_view
     runner = GatedRunner(memory, sink)
     scheduler = Scheduler(LIMITS, layout=LAYOUT, secret=SECRET)
     engine = ThreadEngineHost(scheduler, runner)
+    hello, server, receiver = await start_server(
+        role,
+        folder,
+        engine,
+        arena,
+        sink,
+        name=name,
+        transfer=transfer,
+        advertised=advertised,
+        checksum=checksum,
+        tracer=tracer,
+    )
+    engine.start()
+    return Node(
+        identity=hello.identity,
+        address=f"unix:{folder}/{name or role.value}.sock",
+        arena=arena,
+        scheduler=scheduler,
+        engine=engine,
+        server=server,
+        runner=runner,
+        receiver=receiver,
+    )
 
+
+async def start_server(
+    role: Role,
+    folder: Path,
+    engine: EnginePort,
+    arena: WorkerMemory,
+    sink: TransferSink,
+    *,
+    name: str = "",
+    transfer: TransferConfig | None = None,
+    advertised: str = "",
+    checksum: Checksum = Checksum.XXH3,
+    tracer: Tracer | None = None,
+) -> tuple[WorkerHello, WorkerServer, ShmReceiver]:
+    """A worker's services around an engine with the pages of `LAYOUT` in `arena`; the engine is to be started then."""
+    name = name or role.value
+    address = f"unix:{folder}/{name}.sock"
+    span, memory = arena.span, arena.span.host_view
     config = WorkerConfig(worker_id=name, role=role, address=address)
     identity = WorkerIdentity(worker_id=WorkerId(name), incarnation=new_incarnation())
     hello = WorkerHello(
@@ -234,17 +273,7 @@ async def start_node(
     )
     server = WorkerServer(config=config, engine=engine, service=service, metrics=metrics)
     await server.start()
-    engine.start()
-    return Node(
-        identity=identity,
-        address=address,
-        arena=arena,
-        scheduler=scheduler,
-        engine=engine,
-        server=server,
-        runner=runner,
-        receiver=receiver,
-    )
+    return hello, server, receiver
 
 
 @asynccontextmanager
