@@ -130,7 +130,12 @@ class SimulatedRunner:
 @cache
 def _made_up_score(count: int) -> TokenLogprobs:
     """Log-probabilities at any position, with `count` likeliest tokens."""
-    return TokenLogprobs(logprob=0.0, rank=1, top=tuple((i, -float(i)) for i in range(count)))
+    return TokenLogprobs(
+        logprob=0.0,
+        rank=1,
+        top_tokens=tuple(range(count)),
+        top_logprobs=tuple(-float(i) for i in range(count)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,7 @@ class FakeRunner:
     def _score(self, row: Row) -> tuple[TokenLogprobs, ...]:
         """What stands for the log-probability of a token here: its own id, negated."""
         scored = row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored]
-        return tuple(TokenLogprobs(logprob=-float(token), rank=1, top=()) for token in scored)
+        return tuple(TokenLogprobs(logprob=-float(token), rank=1) for token in scored)
 
     def _compute(self, row: Row) -> list[int]:
         seq = row.seq

@@ -38,7 +38,7 @@ TRACE_HEADER = "traceparent"
 TIMING_HEADER = "x-baton-timing"
 SESSION_HEADER = "x-baton-session"
 MAX_SESSION_NAME = 256
-_LOGGED_AT_ONCE = 64
+_LOGGED_AT_ONCE = 16
 """Tokens with log-probabilities, each perhaps with those of twenty others, that are written before the event loop runs again."""
 
 CLIENT_CLOSED_REQUEST = 499

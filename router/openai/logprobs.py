@@ -20,7 +20,7 @@ LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot write."""
 
 
-_AT_ONCE = 64
+_AT_ONCE = 16
 """Tokens that are written before the event loop runs again; each may list twenty others."""
 
 TokenName = Callable[[int], str]
@@ -41,7 +41,7 @@ def chat_entries(
         known = _known(token.sample)
         entry = _chat_token(token.sample.token, known.logprob, name, pieces)
         entry["top_logprobs"] = [
-            _chat_token(i, logprob, name, pieces) for i, logprob in known.top[:count]
+            _chat_token(i, logprob, name, pieces) for i, logprob in known.top(count)
         ]
         yield entry
 
@@ -130,7 +130,7 @@ _LIGHT_AT_ONCE = 4096
 
 def _tops(token: int, known: TokenLogprobs, count: int, name: TokenName) -> dict[str, float]:
     tops = {name(token): finite(known.logprob)}
-    for i, logprob in known.top[:count]:
+    for i, logprob in known.top(count):
         tops[name(i)] = finite(logprob)
     return tops
 
@@ -197,7 +197,7 @@ def _entry(token: int, score: TokenLogprobs, count: int, pieces: PieceTable) -> 
     own: Entry = {"logprob": finite(score.logprob), "rank": score.rank}
     own["decoded_token"] = pieces.text_of(token)
     entry = {token: own}
-    for rank, (i, logprob) in enumerate(score.top[:count], start=1):
+    for rank, (i, logprob) in enumerate(score.top(count), start=1):
         if i != token:
             entry[i] = {
                 "logprob": finite(logprob),
