@@ -17,6 +17,7 @@ from tests.baton_vllm.families import make_model
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore"),  # of torch and vLLM, while they are imported
     pytest.mark.timeout(300),
     pytest.mark.skipif(missing() is not None, reason=missing() or ""),
 ]

@@ -12,6 +12,7 @@ from baton_vllm.settings import missing
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore"),  # of torch and vLLM, while they are imported
     pytest.mark.timeout(120),
     pytest.mark.skipif(missing() is not None, reason=missing() or ""),
 ]
