@@ -1,6 +1,6 @@
 """Plans the next step: a place for the next token of every running sequence, then chunks of prompts, then admission.
 
-`StepPlanner` decides, `Admission` admits what waits, `StepDraft` is the step while it is put together.
+`StepPlanner` decides, `SequenceAdmission` admits what waits, `StepDraft` is the step while it is put together.
 """
 
 from collections.abc import Sequence as SequenceOf

@@ -342,12 +342,7 @@ class CompletionWriter:
 
 
 def _mean_logprob(deltas: Sequence[Delta]) -> float:
-    logprobs = [
-        token.sample.logprobs.logprob
-        for delta in deltas
-        for token in delta.logged
-        if token.sample.logprobs is not None
-    ]
+    logprobs = [token.logprob for delta in deltas for token in delta.logged]
     return sum(logprobs) / max(1, len(logprobs))
 
 
