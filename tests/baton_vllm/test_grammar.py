@@ -1,6 +1,6 @@
 """Grammars inside vLLM, with vLLM's own classes and a constraint that is told what to do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -30,6 +30,9 @@ class Constraint:
 
     def fork(self) -> "Constraint":
         return self
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
 
     def fill(self, bits: np.ndarray) -> None:
         bits[:] = 0
