@@ -252,6 +252,30 @@ class EngineError(BatonError):
     code = "engine"
 
 
+class ChildEndedError(BatonError):
+    """A process that was started to be asked ended instead of answering; whoever asked says what that means for the request.
+
+    Args:
+        message: As everywhere.
+        param: As everywhere.
+        retry_after_s: As everywhere.
+        by_signal: The number of the signal that ended it; 0 if none did.
+    """
+
+    code = "child_ended"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        by_signal: int = 0,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.by_signal = by_signal
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disposition:
     """What one error code means to a client.
@@ -308,6 +332,7 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     ModelLoadError: _row(500, "FAILED_PRECONDITION", "server_error"),
     OutOfMemoryError: _row(500, "RESOURCE_EXHAUSTED", "server_error"),
     EngineError: _row(500, "INTERNAL", "server_error", retryable=True),
+    ChildEndedError: _row(500, "INTERNAL", "server_error"),
 }
 
 _BY_CODE = {error.code: error for error in DISPOSITIONS}

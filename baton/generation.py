@@ -4,9 +4,11 @@ The router makes `SamplingParams` from a client's JSON (and checks ranges there)
 `TokenSample`s. Nothing here knows of HTTP, protobuf or torch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from itertools import islice
 
 from baton.tokens import NO_TOKENS, PackedTokens, Tokens
 
@@ -72,15 +74,24 @@ class SamplingParams:
 class TokenLogprobs:
     """Log-probabilities at one position, of the model itself.
 
+    The likeliest tokens stand in columns: a pair for each would be one more object that Python's garbage collector looks at, of which
+    a request may have half a million.
+
     Attributes:
         logprob: Of the drawn token, or of the prompt's.
         rank: 1 for the likeliest token.
-        top: (token id, logprob), likeliest first.
+        top_tokens: Ids, likeliest first.
+        top_logprobs: Of these.
     """
 
     logprob: float
     rank: int
-    top: tuple[tuple[int, float], ...]
+    top_tokens: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+    def top(self, count: int) -> Iterator[tuple[int, float]]:
+        """(token id, logprob) of the `count` likeliest that are known, likeliest first."""
+        return islice(zip(self.top_tokens, self.top_logprobs, strict=True), count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from baton.config.schema import EngineConfig, ModelConfig, SimulatedConfig
+from baton.config.speculative import read_speculative
 from baton.generation import TokenLogprobs
 from baton.ids import LayerName
 from baton.layout import SPARE_BLOCKS, KvLayout
@@ -130,7 +131,12 @@ class SimulatedRunner:
 @cache
 def _made_up_score(count: int) -> TokenLogprobs:
     """Log-probabilities at any position, with `count` likeliest tokens."""
-    return TokenLogprobs(logprob=0.0, rank=1, top=tuple((i, -float(i)) for i in range(count)))
+    return TokenLogprobs(
+        logprob=0.0,
+        rank=1,
+        top_tokens=tuple(range(count)),
+        top_logprobs=tuple(-float(i) for i in range(count)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +206,7 @@ def build_simulated(
             preemption=config.preemption,
             output_headroom=config.output_headroom,
         ),
+        speculation=read_speculative(config.speculative_config),
     )
     runner = SimulatedRunner(speed, vocab_size=vocab_size, sink=sink)
     return SimulatedEngine(host=ThreadEngineHost(scheduler, runner), layout=layout, limits=limits)

@@ -211,6 +211,8 @@ def _logprobs(told: Any) -> list[TokenLogprobs]:
     """Rows of vLLM's, whose first column is the token itself and whose others are the likeliest ones, in order."""
     ids, logprobs, ranks = told[0].tolist(), told[1].tolist(), told[2].tolist()
     return [
-        TokenLogprobs(logprob=row[0], rank=rank, top=tuple(zip(tokens[1:], row[1:], strict=True)))
+        TokenLogprobs(
+            logprob=row[0], rank=rank, top_tokens=tuple(tokens[1:]), top_logprobs=tuple(row[1:])
+        )
         for tokens, row, rank in zip(ids, logprobs, ranks, strict=True)
     ]

@@ -8,6 +8,7 @@ from baton_worker.lifecycle import LegLifecycle
 from baton_worker.messages import (
     FailedMessage,
     HandedOffMessage,
+    LinkProbedMessage,
     PooledMessage,
     PrefilledMessage,
     RouterMessage,
@@ -72,6 +73,8 @@ class LegAccounts:
             case FailedMessage():
                 self._metrics.failed(message.kind.value, message.error)
                 self._spans.over((message.stream, message.leg_id))
+            case LinkProbedMessage():
+                pass  # the session's own events are logged and counted
 
     def ticket_refused(self, error: TicketError) -> None:
         """A router showed a permit that is not good."""

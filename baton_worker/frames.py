@@ -8,13 +8,14 @@ from baton.rpc.generation import (
     prompt_logprobs_to_proto,
     sample_to_proto,
 )
-from baton.rpc.hello import WorkerHello, hello_to_proto
+from baton.rpc.hello import WorkerHello, hello_to_proto, identity_to_proto
 from baton.rpc.reports import blocks_to_proto, failure_to_proto, load_to_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import worker_pb2 as pb
 from baton_worker.messages import (
     FailedMessage,
     HandedOffMessage,
+    LinkProbedMessage,
     PooledMessage,
     PrefilledMessage,
     TokensMessage,
@@ -98,6 +99,13 @@ class FrameBuilder:
         self._num_told += 1
         failure = failure_to_proto(message.error)
         self._told.failed.add(leg_id=message.leg_id, failure=failure)
+
+    def link_probed(self, message: LinkProbedMessage) -> None:
+        """Adds what came of trying a link."""
+        self._num_told += 1
+        probed = self._told.links_probed.add(target=identity_to_proto(message.peer))
+        if message.error is not None:
+            probed.failure.CopyFrom(failure_to_proto(message.error))
 
     def pending(self) -> int:
         """How many entries wait."""

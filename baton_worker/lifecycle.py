@@ -40,6 +40,7 @@ from baton_worker.messages import (
     LegBroken,
     LegCancelled,
     LegMessage,
+    LinkProbe,
     PrefilledMessage,
     PromptPut,
     ReceivingEvent,
@@ -49,7 +50,7 @@ from baton_worker.messages import (
     WorkerAction,
     WorkerEvent,
 )
-from baton_worker.ports import HandOffCore, HandOffs, HandOffTable
+from baton_worker.ports import HandOffCore
 from kv_transfer.ledger.outbox import FirstTokensDrawn, FromDecode, PeerDown, PeerUp, PushDone
 from kv_transfer.ticket import Permit, refuse_holder
 
@@ -88,12 +89,11 @@ class LegLifecycle:
         self._layout = layout
         self._sending = sending
         self._receiving = receiving
-        self._hand_offs: dict[LegKind, HandOffs[SendingEvent] | HandOffs[ReceivingEvent]] = {}
-        self._tables: dict[LegKind, HandOffTable] = {}
+        self._hand_offs: dict[LegKind, HandOffCore[SendingEvent] | HandOffCore[ReceivingEvent]] = {}
         if sending is not None:
-            self._hand_offs[LegKind.PREFILL] = self._tables[LegKind.PREFILL] = sending
+            self._hand_offs[LegKind.PREFILL] = sending
         if receiving is not None:
-            self._hand_offs[LegKind.RECEIVE] = self._tables[LegKind.RECEIVE] = receiving
+            self._hand_offs[LegKind.RECEIVE] = receiving
         self.takes = KINDS_OF_ROLE[role]
         self.draining = False
         self._asked_for: OrderedDict[RequestId, list[LegNames]] = OrderedDict()
@@ -114,7 +114,9 @@ class LegLifecycle:
                 return [action for leg in legs for action in self._cancel(leg, event, now_s)]
             case PrefillStarted() | Reserved() | PromptComputed() | Released() | Failed():
                 return self._engine_said(event, now_s)
-            case LayerReady() | PromptPut() | PeerUp() | PeerDown() | FromDecode() | PushDone():
+            case LayerReady() | PromptPut() | FromDecode() | PushDone():
+                actions = [] if self._sending is None else self._sending.handle(event, now_s)
+            case PeerUp() | PeerDown() | LinkProbe():
                 actions = [] if self._sending is None else self._sending.handle(event, now_s)
             case _:
                 actions = [] if self._receiving is None else self._receiving.handle(event, now_s)
@@ -146,12 +148,12 @@ class LegLifecycle:
     def in_flight(self, kinds: frozenset[LegKind] = frozenset(LegKind)) -> int:
         """Legs of these kinds that have not ended, and sequences and hand-offs that are left of others."""
         held = [leg for leg in self._legs.held() if leg.kind in kinds]
-        left = [table.left_over() for kind, table in self._tables.items() if kind in kinds]
+        left = [each.left_over() for kind, each in self._hand_offs.items() if kind in kinds]
         return len(held) + sum(left)
 
     def transfers_in_flight(self) -> int:
         """Hand-offs that are not over, those that no router has announced yet included."""
-        return sum(table.in_flight() for table in self._tables.values())
+        return sum(hand_offs.in_flight() for hand_offs in self._hand_offs.values())
 
     @property
     def outcomes(self) -> Mapping[tuple[LegKind, LegState], int]:
@@ -168,17 +170,17 @@ class LegLifecycle:
 
     def story_of(self, names: LegNames) -> tuple[StoryEntry, ...]:
         """What is left of the events about one leg and its hand-off, each oldest first."""
-        table = self._tables.get(names.kind)
+        hand_offs = self._hand_offs.get(names.kind)
         moved: tuple[StoryEntry, ...] = ()
-        if table is not None and names.xfer_id is not None:
-            moved = table.story(names.xfer_id)
+        if hand_offs is not None and names.xfer_id is not None:
+            moved = hand_offs.story(names.xfer_id)
         return (*self._legs.story.story(names.key), *moved)
 
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
         self._legs.check_integrity()
-        for table in self._tables.values():
-            table.check_integrity()
+        for hand_offs in self._hand_offs.values():
+            hand_offs.check_integrity()
 
     def _asked(self, leg: WorkerLeg, now_s: float) -> list[WorkerAction]:
         if leg.key in self._legs:

@@ -71,8 +71,17 @@ class PromptPut:
     complete: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProbe:
+    """A router wants to know whether pages can be written to `peer`; `LinkProbedMessage` answers."""
+
+    stream: StreamId
+    peer: WorkerIdentity
+    address: str
+
+
 LegEvent = WorkerLeg | LegCancelled | StreamGone
-SendingEvent = LayerReady | PromptPut | PeerUp | PeerDown | FromDecode | PushDone
+SendingEvent = LayerReady | PromptPut | PeerUp | PeerDown | FromDecode | PushDone | LinkProbe
 ReceivingEvent = LegReassigned | SessionOpened | FromPeer | PagesVerified | SessionLost | PeerFenced
 WorkerEvent = LegEvent | SeqEvent | SampledTokens | SendingEvent | ReceivingEvent
 
@@ -173,6 +182,15 @@ class FailedMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProbedMessage:
+    """Pages can be written to `peer`, or `error` says why not."""
+
+    stream: StreamId
+    peer: WorkerIdentity
+    error: BatonError | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LegBroken:
     """A sampled token met a leg that cannot have drawn one: our own bug. The other tokens of its step are not touched."""
 
@@ -180,7 +198,7 @@ class LegBroken:
 
 
 LegMessage = PrefilledMessage | HandedOffMessage | PooledMessage | WriterLostMessage | FailedMessage
-RouterMessage = TokensMessage | LegMessage
+RouterMessage = TokensMessage | LegMessage | LinkProbedMessage
 SendingAction = Connect | PutPrompt | Send | StartPush
 ReceivingAction = VerifyPages | ToPeer | EndSession
 WorkerAction = Command | RouterMessage | LegBroken | SendingAction | ReceivingAction

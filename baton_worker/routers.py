@@ -10,7 +10,7 @@ from baton.errors import InvalidRequestError, TicketError
 from baton.generation import WorkerLoad
 from baton.ids import LegId, LegKind, RequestId, WorkerIdentity
 from baton.rpc.generation import prompt_from_proto
-from baton.rpc.hello import WorkerHello
+from baton.rpc.hello import WorkerHello, identity_from_proto
 from baton.rpc.v1 import common_pb2, worker_pb2_grpc
 from baton.rpc.v1 import worker_pb2 as pb
 from baton_worker.accounts import LegAccounts
@@ -20,6 +20,8 @@ from baton_worker.messages import (
     HandedOffMessage,
     LegCancelled,
     LegReassigned,
+    LinkProbe,
+    LinkProbedMessage,
     PooledMessage,
     PrefilledMessage,
     RouterMessage,
@@ -121,6 +123,8 @@ class Routers(worker_pb2_grpc.WorkerServicer):
                 stream.builder.writer_lost(message)
             case FailedMessage():
                 stream.builder.failed(message)
+            case LinkProbedMessage():
+                stream.builder.link_probed(message)
         stream.wake()
 
     def _gone(self, stream: StreamId) -> None:
@@ -140,6 +144,10 @@ class Routers(worker_pb2_grpc.WorkerServicer):
                 self._ask(stream, LegKind.GENERATE, command.generate.request)
             case "reassign":
                 self._reassign(stream, command.reassign)
+            case "probe_link":
+                target = identity_from_proto(command.probe_link.target)
+                address = command.probe_link.transfer_address
+                self._apply(LinkProbe(stream=stream, peer=target, address=address))
             case "send_snapshot":
                 self._streams.send_snapshot(stream)
             case "cancel":

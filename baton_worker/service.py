@@ -33,6 +33,7 @@ from baton_worker.messages import (
     FailedMessage,
     HandedOffMessage,
     LegBroken,
+    LinkProbedMessage,
     PooledMessage,
     PrefilledMessage,
     PutPrompt,
@@ -248,7 +249,7 @@ class WorkerService:
                     self._routers.tell(action)
                 case PrefilledMessage() | HandedOffMessage() | PooledMessage():
                     self._routers.tell(action)
-                case WriterLostMessage() | FailedMessage():
+                case WriterLostMessage() | FailedMessage() | LinkProbedMessage():
                     self._routers.tell(action)
                 case Connect() | PutPrompt() | Send() | StartPush():
                     assert self._sending is not None

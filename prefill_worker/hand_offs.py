@@ -25,11 +25,13 @@ from baton_engine.messages import (
     SeqEvent,
 )
 from baton_engine.ports import LayerReady, PageExport
-from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable
+from baton_worker.legs import LegState, StreamId, WorkerLeg, WorkerLegTable
 from baton_worker.messages import (
     Connect,
     FailedMessage,
     HandedOffMessage,
+    LinkProbe,
+    LinkProbedMessage,
     PooledMessage,
     PromptPut,
     PutPrompt,
@@ -96,6 +98,7 @@ class SendingHandOffs:
         self._pool_after_s = pool_after_s
         self._outgoing: dict[XferId, _Outgoing] = {}
         self._peers: set[WorkerIdentity] = set()
+        self._probes: dict[WorkerIdentity, set[StreamId]] = {}
         self.fenced_writes = 0
 
     def refusal(self, permit: Permit) -> BatonError | None:
@@ -112,10 +115,7 @@ class SendingHandOffs:
         self._legs.seqs[leg.seq_id] = leg
         blocks = [_NO_BLOCK] * permit.num_blocks
         self._outgoing[permit.xfer_id] = _Outgoing(leg=leg, blocks=blocks)
-        connect: list[WorkerAction] = []
-        if permit.target not in self._peers:
-            self._peers.add(permit.target)
-            connect.append(Connect(peer=permit.target, address=leg.address))
+        connect = self._connect(permit.target, leg.address)
         opened = self._carry_out(Opened(permit=permit), now_s)
         return [*connect, *opened, Prefill(seq_id=leg.seq_id, prompt=leg.prompt)]
 
@@ -147,11 +147,16 @@ class SendingHandOffs:
                 return self._layer_ready(event, now_s)
             case PromptPut():
                 return self._put(event, now_s)
+            case LinkProbe():
+                return self._probe(event)
             case PeerDown():
                 self._peers.discard(event.peer)
+                return [*self._carry_out(event, now_s), *self._probed(event.peer, event.error)]
+            case PeerUp():
+                return [*self._carry_out(event, now_s), *self._probed(event.peer, None)]
             case PushDone():
                 self.fenced_writes += isinstance(event.error, LeaseExpiredError)
-            case PeerUp() | FromDecode():
+            case FromDecode():
                 pass
         return self._carry_out(event, now_s)
 
@@ -196,6 +201,26 @@ class SendingHandOffs:
                 raise InvariantError(
                     f"hand-off {xfer_id} and its leg disagree: {leg!r}", story=self.story(xfer_id)
                 )
+
+    def _connect(self, peer: WorkerIdentity, address: str) -> list[WorkerAction]:
+        """Has a session opened, unless there is one, or soon will be."""
+        if peer in self._peers:
+            return []
+        self._peers.add(peer)
+        return [Connect(peer=peer, address=address)]
+
+    def _probe(self, event: LinkProbe) -> list[WorkerAction]:
+        """A session proves the link when it opens, by a page that it writes, and ends when the link carries nothing any more."""
+        if self._outbox.is_up(event.peer):
+            return [LinkProbedMessage(stream=event.stream, peer=event.peer, error=None)]
+        self._probes.setdefault(event.peer, set()).add(event.stream)
+        return self._connect(event.peer, event.address)
+
+    def _probed(self, peer: WorkerIdentity, error: BatonError | None) -> list[WorkerAction]:
+        return [
+            LinkProbedMessage(stream=stream, peer=peer, error=error)
+            for stream in self._probes.pop(peer, ())
+        ]
 
     def _layer_ready(self, event: LayerReady, now_s: float) -> list[WorkerAction]:
         actions: list[WorkerAction] = []

@@ -6,14 +6,14 @@ the tokenizer and closes them after it.
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
 
 from baton.clock import Clock, MonotonicClock
-from baton.config.schema import GrammarConfig, RouterConfig
+from baton.config.schema import RouterConfig
 from baton.telemetry.tracing import NotTraced, Tracer
 from router import openapi
 from router.anthropic.messages import MessageWriter, TokenCounting
@@ -60,7 +60,6 @@ class AppSettings:
         router: Keys and limits.
         defaults: How tokens are drawn where a request says nothing (`router.generation.sampling.read_defaults`).
         revision: The model's commit, if it has one; shown with the model.
-        grammar: What the grammars of answers may cost.
     """
 
     model_names: tuple[str, ...]
@@ -68,7 +67,6 @@ class AppSettings:
     router: RouterConfig
     defaults: SamplingDefaults
     revision: str | None = None
-    grammar: GrammarConfig = field(default_factory=GrammarConfig)
 
 
 def create_app(
@@ -77,13 +75,13 @@ def create_app(
     status: RouterStatus,
     tokenizer: Tokenizer,
     registry: CollectorRegistry,
+    grammars: GrammarChecker,
     clock: Clock | None = None,
     tenancy: Tenancy | None = None,
     decisions: DecisionLog | None = None,
     tracer: Tracer | None = None,
-    grammars: GrammarChecker | None = None,
 ) -> FastAPI:
-    """The application. It owns nothing: generator and tokenizer outlive it.
+    """The application. It owns nothing: generator, tokenizer and grammars outlive it.
 
     Args:
         settings: Names, keys and limits.
@@ -91,11 +89,11 @@ def create_app(
         status: Shown by /health, /ready, /load and /metrics.
         tokenizer: The served model's.
         registry: Where the router's metrics go, and what /metrics shows.
+        grammars: Checks the forms of answers.
         clock: Measures what clients wait for.
         tenancy: Tenants, limits, guardrails and audit; what the configured keys make if None.
         decisions: What routing remembers; admins may ask for it, /metrics counts it.
         tracer: Takes the spans of requests; none are recorded if None.
-        grammars: Checks the forms of answers; one of its own if None.
     """
     clock = clock or MonotonicClock()
     tenancy = tenancy or tenancy_of_keys(settings.router.api_keys, clock)
@@ -114,7 +112,7 @@ def create_app(
         slo_classes,
         metrics,
         settings.defaults,
-        grammars or GrammarChecker(settings.grammar, tokenizer.special_texts, registry),
+        grammars,
         timeout_s=settings.router.request_timeout_s,
     )
     prompts = PromptEncoder(tokenizer, tenancy.guards)

@@ -20,6 +20,7 @@ from router.dispatch.actions import (
     Emit,
     Fail,
     Finish,
+    PairRestored,
     PairSuspected,
     RefuseWorker,
     SendAction,
@@ -264,7 +265,13 @@ class ClusterGenerator:
                     decode=str(action.decode),
                     code=action.error.code,
                     reason=action.error.message,
-                    pause_s=round(action.pause_s, 1),
+                    probed_in_s=round(action.pause_s, 1),
+                )
+            case PairRestored():
+                _log.info(
+                    "two workers can hand KV over again",
+                    prefill=str(action.prefill),
+                    decode=str(action.decode),
                 )
             case _:
                 self._commands.send(action)

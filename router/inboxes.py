@@ -164,7 +164,7 @@ class Inbox:
 
 
 def _size(token: TokenSample) -> int:
-    top = 0 if token.logprobs is None else len(token.logprobs.top)
+    top = 0 if token.logprobs is None else len(token.logprobs.top_tokens)
     return _TOKEN_BYTES + top * _TOP_LOGPROB_BYTES
 
 

@@ -58,7 +58,7 @@ from router.routing.policies import policy_named
 from router.routing.predictive import LocalPrefill
 from router.routing.view import ClusterView
 from router.status import ClusterStatus
-from router.telemetry.collectors import IndexMetrics, RetryMetrics, WorkerLoads
+from router.telemetry.collectors import IndexMetrics, PairMetrics, RetryMetrics, WorkerLoads
 from router.templates.renderer import read_template
 from router.tenancy import Tenancy, open_tenancy
 from router.text.model_files import model_files, revision_of
@@ -70,7 +70,11 @@ CONTROL_SOCKET = "router.sock"
 """Name of the Control socket in the cluster's runtime directory."""
 
 _WAIT_S = 5.0
-_GARBAGE_THRESHOLD = 50_000
+_GARBAGE_THRESHOLDS = (2_000, 5, 500)
+"""Objects, and collections of the generation below, after which Python looks for cycles. It takes about a microsecond per object that is
+alive and keeps the event loop waiting: so the younger generations are small, and the oldest, in which large replies lie while
+they are written, is rarely looked through.
+"""
 _SWITCH_INTERVAL_S = 0.0005
 """Of Python's threads: so long the event loop waits at most, at each of its turns, while a thread that computes holds the interpreter."""
 _ALL_WORKERS_WAITS = 6
@@ -123,7 +127,7 @@ async def run(
     loaded = await asyncio.to_thread(_load, config)
     # All that has been loaded stays: going over it again and again for garbage would cost a few percent of every core.
     gc.freeze()
-    gc.set_threshold(_GARBAGE_THRESHOLD)
+    gc.set_threshold(*_GARBAGE_THRESHOLDS)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     credentials = ClusterCredentials.from_config(config.cluster, PeerRole.ROUTER, "router")
     parts = compose(config.router, worker_addresses, secret, credentials=credentials)
@@ -139,15 +143,8 @@ async def run(
             open_tenancy(config, registry, refused) as tenancy,
             sharing(config, parts.admission, refused),
             watching(pool_addresses, parts.view.pools, credentials=credentials),
-            _control(
-                config, parts, _stories(parts, tenancy, credentials), control_address, credentials
-            ),
-            _admin(
-                config,
-                tenancy,
-                PoolAdminClient(pool_addresses, credentials),
-                _stories(parts, tenancy, credentials),
-                refusals,
+            _operated(
+                config, parts, tenancy, pool_addresses, control_address, credentials, refusals
             ),
             _http(
                 _app(config, parts, loaded, registry, tenancy, tracer, grammars),
@@ -327,6 +324,7 @@ def _app(
     )
     registry.register(IndexMetrics(parts.index))
     registry.register(RetryMetrics(parts.dispatcher.retry_counters, settings.model_names[0]))
+    registry.register(PairMetrics(parts.view.broken_pairs))
     registry.register(WorkerLoads(parts.view, settings.model_names[0]))
     return create_app(
         settings,
@@ -334,10 +332,10 @@ def _app(
         parts.status,
         loaded.tokenizer,
         registry,
+        grammars,
         tenancy=tenancy,
         tracer=tracer,
         decisions=parts.decisions,
-        grammars=grammars,
     )
 
 
@@ -362,12 +360,26 @@ def _http(
     )
 
 
-def _stories(
-    parts: RouterParts, tenancy: Tenancy, credentials: ClusterCredentials
-) -> OperatorStories:
-    return OperatorStories(
+@asynccontextmanager
+async def _operated(
+    config: BatonConfig,
+    parts: RouterParts,
+    tenancy: Tenancy,
+    pool_addresses: Sequence[str],
+    control_address: str,
+    credentials: ClusterCredentials,
+    refusals: server.ConnectionRefusals,
+) -> AsyncIterator[None]:
+    """Serves operators inside: the command line, and the operators' port."""
+    stories = OperatorStories(
         parts.generator.story, parts.view, MonotonicClock(), credentials, of_tenant=tenancy.story
     )
+    pool = PoolAdminClient(pool_addresses, credentials)
+    async with (
+        _control(config, parts, stories, control_address, credentials),
+        _admin(config, tenancy, pool, stories, refusals),
+    ):
+        yield
 
 
 @asynccontextmanager

@@ -162,16 +162,25 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(
         logprob=logprobs.logprob,
         rank=logprobs.rank,
-        top=[pb.TokenLogprob(token=token, logprob=value) for token, value in logprobs.top],
+        top_tokens=logprobs.top_tokens,
+        top_logprobs=logprobs.top_logprobs,
     )
 
 
 def logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs | None:
-    """Log-probabilities of their message; None for an empty one (a rank is never 0)."""
+    """Log-probabilities of their message; None for an empty one (a rank is never 0).
+
+    Raises:
+        ValueError: The columns' lengths differ.
+    """
     if message.rank == 0:
         return None
-    top = tuple((entry.token, entry.logprob) for entry in message.top)
-    return TokenLogprobs(logprob=message.logprob, rank=message.rank, top=top)
+    tokens, logprobs = tuple(message.top_tokens), tuple(message.top_logprobs)
+    if len(tokens) != len(logprobs):
+        raise ValueError(f"{len(tokens)} likeliest tokens with {len(logprobs)} log-probabilities")
+    return TokenLogprobs(
+        logprob=message.logprob, rank=message.rank, top_tokens=tokens, top_logprobs=logprobs
+    )
 
 
 def prompt_logprobs_to_proto(scores: Sequence[TokenLogprobs] | None) -> pb.PromptLogprobs | None:
@@ -181,9 +190,9 @@ def prompt_logprobs_to_proto(scores: Sequence[TokenLogprobs] | None) -> pb.Promp
     return pb.PromptLogprobs(
         logprobs=[score.logprob for score in scores],
         ranks=[score.rank for score in scores],
-        top=len(scores[0].top) if scores else 0,
-        top_tokens=[token for score in scores for token, _ in score.top],
-        top_logprobs=[value for score in scores for _, value in score.top],
+        top=len(scores[0].top_tokens) if scores else 0,
+        top_tokens=[token for score in scores for token in score.top_tokens],
+        top_logprobs=[value for score in scores for value in score.top_logprobs],
     )
 
 
@@ -196,10 +205,15 @@ def prompt_logprobs_from_proto(message: pb.PromptLogprobs) -> tuple[TokenLogprob
     size = len(message.logprobs) * message.top
     if len(message.top_tokens) != size or len(message.top_logprobs) != size:
         raise ValueError(f"{len(message.top_tokens)} likeliest tokens where {size} belong")
-    tops = list(zip(message.top_tokens, message.top_logprobs, strict=True))
+    tokens, logprobs = tuple(message.top_tokens), tuple(message.top_logprobs)
     drawn = enumerate(zip(message.logprobs, message.ranks, strict=True))
     width = message.top
     return tuple(
-        TokenLogprobs(logprob=logprob, rank=rank, top=tuple(tops[i * width : (i + 1) * width]))
+        TokenLogprobs(
+            logprob=logprob,
+            rank=rank,
+            top_tokens=tokens[i * width : (i + 1) * width],
+            top_logprobs=logprobs[i * width : (i + 1) * width],
+        )
         for i, (logprob, rank) in drawn
     )

@@ -100,15 +100,15 @@ class FakeRunner:
     def _score(self, row: Row) -> tuple[TokenLogprobs, ...]:
         """What stands for the log-probability of a token here: its own id, negated."""
         scored = row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored]
-        return tuple(TokenLogprobs(logprob=-float(token), rank=1, top=()) for token in scored)
+        return tuple(TokenLogprobs(logprob=-float(token), rank=1) for token in scored)
 
     def _compute(self, row: Row) -> list[int]:
         seq = row.seq
         if seq.seq_id in self.failing:
             raise EngineError(f"sequence {seq.seq_id} was told to fail")
         kv = self._read(seq.blocks, row.start - 1) if row.start else 0
-        for position in range(row.start, row.start + row.num_tokens):
-            kv = _mix(kv, seq.tokens[position])
+        for position, token in enumerate(row.computed, row.start):
+            kv = _mix(kv, token)
             page, slot = divmod(position, self._block_tokens)
             self.pages[seq.blocks[page]][slot] = kv
         return [_mix(kv, ~sample) % self._vocab_size for sample in row.samples]

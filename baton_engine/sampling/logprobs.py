@@ -81,11 +81,11 @@ def read_logprobs(values: Sequence[float], width: int, top: int) -> TokenLogprob
         top: How many of them this request asked for.
     """
     ids, logprobs = values[2 : 2 + width], values[2 + width :]
-    listed = zip(ids[:top], logprobs[:top], strict=True)
     return TokenLogprobs(
         logprob=values[0],
         rank=int(values[1]),
-        top=tuple((int(token), logprob) for token, logprob in listed),
+        top_tokens=tuple(map(int, ids[:top])),
+        top_logprobs=tuple(logprobs[:top]),
     )
 
 

@@ -238,6 +238,10 @@ class Outbox:
             case _:
                 return self._from_worker(event, now_s)
 
+    def is_up(self, peer: WorkerIdentity) -> bool:
+        """Whether the session with `peer` is open."""
+        return peer in self._peers
+
     def state(self, xfer_id: XferId) -> OutgoingState | None:
         """Where a transfer stands; None once it is over."""
         transfer = self._transfers.get(xfer_id)

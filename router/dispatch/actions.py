@@ -56,6 +56,19 @@ class AskForSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendProbe:
+    """A worker is to try its link to `target`, without a request; `LinkProbed` answers.
+
+    Attributes:
+        transfer_address: Of `target`.
+    """
+
+    worker: WorkerIdentity
+    target: WorkerIdentity
+    transfer_address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Emit:
     """Tokens for the client, in order; the first of them with the prompt's log-probabilities, where it wants those."""
 
@@ -90,12 +103,22 @@ class WorkerSuspected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSuspected:
-    """Two workers could not hand KV over; they are left alone as a pair for so long, infinitely if they do not fit. To be logged."""
+    """Two workers could not hand KV over; they get no request as a pair, and their link is tried after so long, never if they do not fit.
+    To be logged.
+    """
 
     prefill: WorkerIdentity
     decode: WorkerIdentity
     error: BatonError
     pause_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRestored:
+    """Two workers of which `PairSuspected` told can hand KV over again. To be logged."""
+
+    prefill: WorkerIdentity
+    decode: WorkerIdentity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,5 +129,6 @@ class RefuseWorker:
     error: BatonError
 
 
-SendAction = SendLeg | SendReassign | SendCancel | AskForSnapshot
-Action = SendAction | Emit | Finish | Fail | RefuseWorker | WorkerSuspected | PairSuspected
+SendAction = SendLeg | SendReassign | SendCancel | AskForSnapshot | SendProbe
+Told = WorkerSuspected | PairSuspected | PairRestored
+Action = SendAction | Emit | Finish | Fail | RefuseWorker | Told

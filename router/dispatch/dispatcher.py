@@ -32,8 +32,10 @@ from router.dispatch.actions import (
     Action,
     AskForSnapshot,
     Emit,
+    PairRestored,
     PairSuspected,
     RefuseWorker,
+    SendProbe,
     WorkerSuspected,
 )
 from router.dispatch.attempt import Attempt, AttemptState, Leg, LegTable
@@ -46,6 +48,7 @@ from router.dispatch.events import (
     LegEvent,
     LegFailed,
     LegWriterLost,
+    LinkProbed,
     LoadReported,
     Pooled,
     Prefilled,
@@ -212,7 +215,7 @@ class Dispatcher:
                 return event.request_id
             case TimePassed() | WorkerJoined() | WorkerLost() | RoleChanged():
                 return None
-            case LoadReported() | BlocksReported():
+            case LoadReported() | BlocksReported() | LinkProbed():
                 return None
             case _:
                 leg = self._legs.find(event)
@@ -248,6 +251,8 @@ class Dispatcher:
                 return self._report(event, now_s)
             case BlocksReported():
                 return self._blocks(event)
+            case LinkProbed():
+                return self._link_probed(event, now_s)
             case _:
                 return self._leg_event(event, now_s)
 
@@ -277,6 +282,7 @@ class Dispatcher:
                 error = DeadlineError("the request's deadline passed")
                 actions += self._retry.fail(request_id, error, now_s)
         actions += self._retry.end_unreported(now_s)
+        actions += self._probe_links(now_s)
         return actions + self._retry.place_waiting(now_s)
 
     def _look_for_silent_workers(self, now_s: float) -> list[Action]:
@@ -287,6 +293,16 @@ class Dispatcher:
         for worker in self._view.workers:
             if worker.legs and self._view.suspected(worker, now_s):
                 actions += self._suspect(worker, now_s)
+        return actions
+
+    def _probe_links(self, now_s: float) -> list[Action]:
+        """Has the links of broken pairs tried that are due."""
+        actions: list[Action] = []
+        for prefill, decode in self._view.broken_pairs.due(now_s):
+            target = self._view.find(decode.worker_id)
+            if target is not None:
+                address = target.hello.transfer_address
+                actions.append(SendProbe(worker=prefill, target=decode, transfer_address=address))
         return actions
 
     # What workers say of themselves.
@@ -327,6 +343,21 @@ class Dispatcher:
         if not self._view.report_blocks(event.worker, event.report):
             return []
         return [AskForSnapshot(worker=event.worker)]
+
+    def _link_probed(self, event: LinkProbed, now_s: float) -> list[Action]:
+        prefill, decode = event.worker, event.target
+        self._story.record(prefill.worker_id, now_s, event)
+        if not self._view.broken_pairs.probed(prefill, decode, event.error, now_s):
+            return []
+        return self._pair_restored(prefill, decode, now_s)
+
+    def _pair_restored(
+        self, prefill: WorkerIdentity, decode: WorkerIdentity, now_s: float
+    ) -> list[Action]:
+        restored = PairRestored(prefill=prefill, decode=decode)
+        for worker in (prefill, decode):
+            self._story.record(worker.worker_id, now_s, restored)
+        return [restored]
 
     def _on_worker_lost(self, identity: WorkerIdentity, reason: str, now_s: float) -> list[Action]:
         worker = self._view.lose(identity)
@@ -482,14 +513,16 @@ class Dispatcher:
         attempt = leg.attempt
         if attempt.state is AttemptState.PREFILLING:
             return self._breach(leg, "handed off before its first tokens", now_s)
+        actions: list[Action] = []
         attempt.request.watch.handed_off(event)
         leg.worker.breaker.succeeded(now_s)
         if attempt.decode is not None:
             leg.handed_to(attempt.decode.worker, event)
-            decode = attempt.decode.worker.identity
-            self._view.broken_pairs.succeeded(leg.worker.identity, decode)
+            prefill, decode = leg.worker.identity, attempt.decode.worker.identity
+            if self._view.broken_pairs.succeeded(prefill, decode):
+                actions += self._pair_restored(prefill, decode, now_s)
         self._legs.close(leg)
-        return self._continue_on_decode_only(attempt, now_s)
+        return actions + self._continue_on_decode_only(attempt, now_s)
 
     def _put_in_pool(self, leg: Leg, now_s: float) -> list[Action]:
         attempt = leg.attempt
@@ -579,14 +612,17 @@ class Dispatcher:
         )
 
     def _pair_failed(self, leg: Leg, error: BatonError, now_s: float) -> list[Action]:
-        """Leaves P and D alone as a pair for a while."""
+        """Leaves P and D alone as a pair until their link is known to work."""
         if leg.attempt.decode is None:
             return []
         prefill, decode = leg.worker.identity, leg.attempt.decode.worker.identity
         pause_s = self._view.broken_pairs.failed(prefill, decode, error, now_s)
         if pause_s is None:
             return []
-        return [PairSuspected(prefill=prefill, decode=decode, error=error, pause_s=pause_s)]
+        suspected = PairSuspected(prefill=prefill, decode=decode, error=error, pause_s=pause_s)
+        for worker in (prefill, decode):
+            self._story.record(worker.worker_id, now_s, suspected)
+        return [suspected]
 
     def _recover_attempt(
         self,

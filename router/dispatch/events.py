@@ -75,6 +75,15 @@ class BlocksReported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProbed:
+    """A worker has tried its link to `target`, as it was told; `error` says why it carries nothing."""
+
+    worker: WorkerIdentity
+    target: WorkerIdentity
+    error: BatonError | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
     """The prompt of a prefill or generate leg is computed; the times are its worker's.
 
@@ -184,6 +193,7 @@ Event = (
     | WorkerLost
     | LoadReported
     | BlocksReported
+    | LinkProbed
     | LegEvent
 )
 Heard = Event | StepTokens

@@ -111,7 +111,7 @@ class Placement:
             and worker is not decode
             and worker.layout_group == decode.layout_group
             and worker.can_prefill
-            and self._view.broken_pairs.allows(worker.identity, decode.identity, now_s)
+            and self._view.broken_pairs.allows(worker.identity, decode.identity)
         ]
         if not usable:
             return None
@@ -165,7 +165,7 @@ class Placement:
         chosen = self._policy.pair(workers, demand, self._rng)
         while isinstance(chosen, Pair) and not chosen.local:
             prefill = chosen.prefill
-            if broken.allows(prefill.identity, chosen.decode.identity, demand.now_s):
+            if broken.allows(prefill.identity, chosen.decode.identity):
                 break
             workers = [worker for worker in workers if worker is not prefill]
             chosen = self._policy.pair(workers, demand, self._rng)
@@ -222,9 +222,6 @@ class Placement:
         self.log.decided(request.request_id, pair, demand)
         self._decisions += 1
         pair.prefill.last_pick = pair.decode.last_pick = self._decisions
-        if not pair.local:
-            prefill, decode = pair.prefill.identity, pair.decode.identity
-            self._view.broken_pairs.chosen(prefill, decode, demand.now_s)
         if self._policy.uses_prefix:
             worker = pair.prefill
             chain = self._chain(request, worker.layout_group, worker.hello.layout)

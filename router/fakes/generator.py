@@ -142,8 +142,12 @@ class FakeGenerator:
         if count is None:
             return None
         own = self.logprob_of.get(token, -0.5)
-        top = tuple((token + rank, own - rank) for rank in range(count))
-        return TokenLogprobs(logprob=own, rank=1, top=top)
+        return TokenLogprobs(
+            logprob=own,
+            rank=1,
+            top_tokens=tuple(token + rank for rank in range(count)),
+            top_logprobs=tuple(own - rank for rank in range(count)),
+        )
 
     def _prompt_logprobs(self, request: GenerationRequest) -> tuple[TokenLogprobs, ...] | None:
         count = request.prompt.sampling.prompt_logprobs

@@ -14,7 +14,7 @@ from baton.clock import Clock
 from baton.errors import BatonError
 from baton.telemetry.span_names import operation_of
 from baton.telemetry.tracing import Tracer
-from router.generation.generation_run import Choice, Delta, GenerationRun, merged
+from router.generation.generation_run import Choice, Delta, GenerationRun, keep, merged
 from router.generation.guardrails import checked_deltas
 from router.generation.sampling import SamplingBody
 from router.guardrails.chain import GuardChain
@@ -38,7 +38,7 @@ TRACE_HEADER = "traceparent"
 TIMING_HEADER = "x-baton-timing"
 SESSION_HEADER = "x-baton-session"
 MAX_SESSION_NAME = 256
-_LOGGED_AT_ONCE = 64
+_LOGGED_AT_ONCE = 16
 """Tokens with log-probabilities, each perhaps with those of twenty others, that are written before the event loop runs again."""
 
 CLIENT_CLOSED_REQUEST = 499
@@ -196,7 +196,7 @@ async def _collect(deltas: AsyncGenerator[list[Delta], None]) -> list[list[Delta
     async with aclosing(deltas) as batches:
         async for batch in batches:
             for delta in batch:
-                by_choice[delta.index].append(delta)
+                keep(by_choice[delta.index], delta)
     return [by_choice[index] for index in sorted(by_choice)]
 
 

@@ -7,7 +7,7 @@ from itertools import accumulate, chain, islice
 
 import msgspec
 
-from baton.generation import TokenLogprobs, TokenSample
+from baton.generation import TokenLogprobs
 from router.generation.generation_run import LoggedToken
 from router.http.streaming import json_array
 from router.text.token_bytes import PieceTable
@@ -20,7 +20,7 @@ LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot write."""
 
 
-_AT_ONCE = 64
+_AT_ONCE = 16
 """Tokens that are written before the event loop runs again; each may list twenty others."""
 
 TokenName = Callable[[int], str]
@@ -38,10 +38,9 @@ def chat_entries(
     """One `ChatTokenLogprob` per token, each with its `count` likeliest; called by their ids where that is asked for."""
     name = token_id_name if by_id else pieces.text_of
     for token in logged:
-        known = _known(token.sample)
-        entry = _chat_token(token.sample.token, known.logprob, name, pieces)
+        entry = _chat_token(token.token, token.logprob, name, pieces)
         entry["top_logprobs"] = [
-            _chat_token(i, logprob, name, pieces) for i, logprob in known.top[:count]
+            _chat_token(i, logprob, name, pieces) for i, logprob in token.top(count)
         ]
         yield entry
 
@@ -104,12 +103,13 @@ def completion_entries(
         offset: Characters that stand before the first of the choice's own.
     """
     encode = msgspec.json.encode
-    drawn = [(token.sample.token, _known(token.sample)) for token in logged]
     return CompletionColumns(
         text_offset=encode([offset + token.text_offset for token in logged]),
-        token_logprobs=encode([finite(known.logprob) for _, known in drawn]),
-        tokens=encode([name(token) for token, _ in drawn]),
-        top_logprobs=encode([_tops(token, known, count, name) for token, known in drawn]),
+        token_logprobs=encode([finite(token.logprob) for token in logged]),
+        tokens=encode([name(token.token) for token in logged]),
+        top_logprobs=encode(
+            [_tops(token.token, token.logprob, token.top(count), name) for token in logged]
+        ),
     )
 
 
@@ -128,16 +128,13 @@ async def completion_logprobs(
 _LIGHT_AT_ONCE = 4096
 
 
-def _tops(token: int, known: TokenLogprobs, count: int, name: TokenName) -> dict[str, float]:
-    tops = {name(token): finite(known.logprob)}
-    for i, logprob in known.top[:count]:
+def _tops(
+    token: int, own: float, top: Iterable[tuple[int, float]], name: TokenName
+) -> dict[str, float]:
+    tops = {name(token): finite(own)}
+    for i, logprob in top:
         tops[name(i)] = finite(logprob)
     return tops
-
-
-def _known(sample: TokenSample) -> TokenLogprobs:
-    assert sample.logprobs is not None
-    return sample.logprobs
 
 
 def finite(logprob: float) -> float:
@@ -173,7 +170,7 @@ async def echo_logprobs(
 ) -> CompletionColumns:
     """The prompt's part of a completion's log-probabilities; nothing stands before the first token, so it has none."""
     scored = zip(echo.tokens[1:], scores, strict=True)
-    tops = (_tops(token, score, count, name) for token, score in scored)
+    tops = (_tops(token, score.logprob, score.top(count), name) for token, score in scored)
     logprobs = (finite(score.logprob) for score in scores)
     return CompletionColumns(
         text_offset=await json_array(echo.offsets, _LIGHT_AT_ONCE),
@@ -197,7 +194,7 @@ def _entry(token: int, score: TokenLogprobs, count: int, pieces: PieceTable) -> 
     own: Entry = {"logprob": finite(score.logprob), "rank": score.rank}
     own["decoded_token"] = pieces.text_of(token)
     entry = {token: own}
-    for rank, (i, logprob) in enumerate(score.top[:count], start=1):
+    for rank, (i, logprob) in enumerate(score.top(count), start=1):
         if i != token:
             entry[i] = {
                 "logprob": finite(logprob),

@@ -9,6 +9,7 @@ from baton.generation import WorkerLoad
 from router.dispatch.retry import Fallback, RetryCounters
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
+from router.routing.pairs import BrokenPairs, ProbeOutcome
 from router.routing.view import ClusterView, WorkerView
 
 _LABELS = ("model_name", "worker")
@@ -176,6 +177,31 @@ class RetryMetrics(Collector):
             labels = (self._model_name, fallback.value)
             fallbacks.add_metric(labels, self._counters.fallbacks[fallback])
         yield fallbacks
+
+
+class PairMetrics(Collector):
+    """Reads the counts whenever the metrics are scraped.
+
+    Args:
+        pairs: The router's.
+    """
+
+    def __init__(self, pairs: BrokenPairs) -> None:
+        self._pairs = pairs
+
+    def collect(self) -> Iterator[Metric]:
+        """How many pairs cannot hand KV over now, and what became of the probes of their links."""
+        yield GaugeMetricFamily(
+            "baton_broken_pairs",
+            "Pairs of workers that cannot hand KV over and get no requests as a pair.",
+            len(self._pairs),
+        )
+        probes = CounterMetricFamily(
+            "baton_link_probes", "Links of such pairs that were tried.", labels=("outcome",)
+        )
+        for outcome in ProbeOutcome:
+            probes.add_metric((outcome.value,), self._pairs.outcomes.get(outcome, 0))
+        yield probes
 
 
 class RouteDecisions(Collector):

@@ -9,25 +9,13 @@ import subprocess
 import sys
 import time
 
-from baton.errors import UnavailableError
+from baton.errors import ChildEndedError, UnavailableError
 from router.templates.sandbox import message, receive
 
 START_S = 30.0
 """How long a child may take to start."""
 
 _PASSED_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
-
-
-class ChildEndedError(Exception):
-    """The child ended instead of answering.
-
-    Attributes:
-        by_signal: The number of the signal that ended it; 0 if none did.
-    """
-
-    def __init__(self, by_signal: int) -> None:
-        super().__init__()
-        self.by_signal = by_signal
 
 
 class AskedProcess:
@@ -87,10 +75,13 @@ class AskedProcess:
             self.end()
             raise
         except OSError as error:
-            raise ChildEndedError(self.end()) from error
+            raise self._ended() from error
         if reply is None:
-            raise ChildEndedError(self.end())
+            raise self._ended()
         return reply
+
+    def _ended(self) -> ChildEndedError:
+        return ChildEndedError("the process ended instead of answering", by_signal=self.end())
 
     def end(self) -> int:
         """Kills it; the number of the signal that had ended it before, if one had."""

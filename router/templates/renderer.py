@@ -16,10 +16,10 @@ from typing import Any
 import jinja2
 import msgspec
 
-from baton.errors import ConfigError, InvalidRequestError
+from baton.errors import ChildEndedError, ConfigError, InvalidRequestError
 from baton.telemetry.logs import get_logger
 from router.templates import sandbox
-from router.templates.child import AskedProcess, ChildEndedError
+from router.templates.child import AskedProcess
 
 ChatMessage = Mapping[str, str]
 """What a template sees of one message: `role`, `content` and, where given, `name` and `tool_call_id`."""

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import tokenizers
 
-from baton.errors import InvalidRequestError
+from baton.errors import ChildEndedError, InvalidRequestError
 from baton.telemetry.logs import get_logger
 from baton.tokens import PackedTokens
-from router.templates.child import AskedProcess, ChildEndedError
+from router.templates.child import AskedProcess
 from router.text import encoding_child
 
 LONG_TEXT = 256 * 1024

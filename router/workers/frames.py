@@ -15,11 +15,19 @@ from baton.rpc.generation import (
     prompt_to_proto,
     sample_from_proto,
 )
+from baton.rpc.hello import identity_from_proto, identity_to_proto
 from baton.rpc.reports import blocks_from_proto, failure_from_proto, load_from_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import worker_pb2 as pb
 from kv_transfer.ticket import shown
-from router.dispatch.actions import AskForSnapshot, SendAction, SendCancel, SendLeg, SendReassign
+from router.dispatch.actions import (
+    AskForSnapshot,
+    SendAction,
+    SendCancel,
+    SendLeg,
+    SendProbe,
+    SendReassign,
+)
 from router.dispatch.events import (
     BlocksReported,
     DecodeTokens,
@@ -28,6 +36,7 @@ from router.dispatch.events import (
     Heard,
     LegFailed,
     LegWriterLost,
+    LinkProbed,
     LoadReported,
     Pooled,
     Prefilled,
@@ -50,6 +59,7 @@ def events_of(worker: WorkerIdentity, frame: pb.Frame) -> list[Heard]:
     events += [Pooled(worker=worker, leg_id=LegId(m.leg_id)) for m in frame.pooled]
     events += [_writer_lost(worker, message) for message in frame.writers_lost]
     events += [_failed(worker, message) for message in frame.failed]
+    events += [_link_probed(worker, message) for message in frame.links_probed]
     if frame.HasField("load"):
         events.append(LoadReported(worker=worker, load=load_from_proto(frame.load)))
     if frame.HasField("blocks"):
@@ -69,6 +79,10 @@ def command_of(action: SendAction) -> pb.Command:
             return pb.Command(cancel=common_pb2.Cancel(leg_id=action.leg_id))
         case AskForSnapshot():
             return pb.Command(send_snapshot=common_pb2.SendSnapshot())
+        case SendProbe():
+            target = identity_to_proto(action.target)
+            probe = pb.ProbeLink(target=target, transfer_address=action.transfer_address)
+            return pb.Command(probe_link=probe)
 
 
 def _leg(action: SendLeg) -> pb.Command:
@@ -125,6 +139,11 @@ def _writer_lost(worker: WorkerIdentity, message: pb.WriterLost) -> Event:
         attempt=message.attempt,
         error=failure_from_proto(message.failure),
     )
+
+
+def _link_probed(worker: WorkerIdentity, message: pb.LinkProbed) -> Event:
+    error = failure_from_proto(message.failure) if message.HasField("failure") else None
+    return LinkProbed(worker=worker, target=identity_from_proto(message.target), error=error)
 
 
 def _failed(worker: WorkerIdentity, message: common_pb2.LegFailed) -> Event:

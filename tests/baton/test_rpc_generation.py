@@ -14,6 +14,8 @@ from baton.generation import (
 )
 from baton.ids import LegId, RequestId
 from baton.rpc.generation import (
+    logprobs_from_proto,
+    logprobs_to_proto,
     prompt_from_proto,
     prompt_logprobs_from_proto,
     prompt_logprobs_to_proto,
@@ -45,10 +47,15 @@ SAMPLING = st.builds(
 )
 
 LOGPROBS = st.builds(
-    TokenLogprobs,
+    lambda logprob, rank, top: TokenLogprobs(
+        logprob=logprob,
+        rank=rank,
+        top_tokens=tuple(token for token, _ in top),
+        top_logprobs=tuple(value for _, value in top),
+    ),
     logprob=FLOAT32,
     rank=st.integers(1, 1000),
-    top=st.lists(st.tuples(COUNT, FLOAT32), max_size=3).map(tuple),
+    top=st.lists(st.tuples(COUNT, FLOAT32), max_size=3),
 )
 
 SECONDS = st.none() | st.floats(0, 1e9)
@@ -102,9 +109,11 @@ def test_a_drawn_token(sample: TokenSample) -> None:
 @pytest.mark.parametrize("top", [0, 3])
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_a_prompts_log_probabilities_survive_the_wire(count: int, top: int):
-    likeliest = tuple((token, -0.5 * token) for token in range(top))
+    tokens = tuple(range(top))
+    logprobs = tuple(-0.5 * token for token in tokens)
     scores = tuple(
-        TokenLogprobs(logprob=-0.25 * i, rank=i + 1, top=likeliest) for i in range(count)
+        TokenLogprobs(logprob=-0.25 * i, rank=i + 1, top_tokens=tokens, top_logprobs=logprobs)
+        for i in range(count)
     )
     message = prompt_logprobs_to_proto(scores)
     assert message is not None
@@ -112,9 +121,19 @@ def test_a_prompts_log_probabilities_survive_the_wire(count: int, top: int):
 
 
 def test_columns_that_do_not_fit_each_other_are_refused():
-    scores = (TokenLogprobs(logprob=-1.0, rank=1, top=((1, -1.0), (2, -2.0))),)
+    score = TokenLogprobs(logprob=-1.0, rank=1, top_tokens=(1, 2), top_logprobs=(-1.0, -2.0))
+    scores = (score,)
     message = prompt_logprobs_to_proto(scores)
     assert message is not None
     message.top_tokens.pop()
     with pytest.raises(ValueError, match="likeliest"):
         prompt_logprobs_from_proto(message)
+
+
+def test_likeliest_tokens_without_their_log_probabilities_are_refused():
+    score = TokenLogprobs(logprob=-1.0, rank=1, top_tokens=(1, 2), top_logprobs=(-1.0, -2.0))
+    message = logprobs_to_proto(score)
+    assert logprobs_from_proto(message) == score
+    message.top_logprobs.pop()
+    with pytest.raises(ValueError, match="2 likeliest tokens with 1"):
+        logprobs_from_proto(message)

@@ -171,7 +171,7 @@ def test_what_ends_by_itself_follows_its_schema(new_engine, tokenizer, params):
             jsonschema_rs.validate(SCHEMA, json.loads(text_of(tokenizer, tokens)))
             assert tokens[-1].token == tokenizer.convert_tokens_to_ids(EOS)
         if params.get("logprobs"):
-            assert all(token.logprobs and len(token.logprobs.top) == 2 for token in tokens)
+            assert all(token.logprobs and len(token.logprobs.top_tokens) == 2 for token in tokens)
     assert ended >= (0 if params.get("temperature") == 0.0 else 1)
 
 

@@ -150,8 +150,8 @@ def test_logprobs_are_within_1e_4_of_transformers(models, family):
         logits = model(torch.tensor([text.seq.tokens[:-1]])).logits[0, -2:]
     for drawn, expected in zip(text.drawn, logits.log_softmax(-1), strict=True):
         best = expected.topk(5)
-        assert [token for token, _ in drawn.logprobs.top] == best.indices.tolist()
-        assert [p for _, p in drawn.logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert list(drawn.logprobs.top_tokens) == best.indices.tolist()
+        assert list(drawn.logprobs.top_logprobs) == pytest.approx(best.values.tolist(), abs=1e-4)
         assert drawn.logprobs.logprob == pytest.approx(expected[drawn.token].item(), abs=1e-4)
         assert drawn.logprobs.rank == 1
 
@@ -170,8 +170,8 @@ def test_half_precision_stays_close_to_float32(models, dtype):
     halves = continue_prompts(load(models("llama"), dtype), prompts, params)
     wholes = continue_prompts(load(models("llama")), prompts, params)
     for half, whole in zip(halves, wholes, strict=True):
-        likely = dict(whole.drawn[0].logprobs.top)
-        seen = [(p, likely[token]) for token, p in half.drawn[0].logprobs.top if token in likely]
+        likely = dict(whole.drawn[0].logprobs.top(3))
+        seen = [(p, likely[token]) for token, p in half.drawn[0].logprobs.top(3) if token in likely]
         assert seen
         assert all(abs(ours - theirs) < 0.15 for ours, theirs in seen)
 
@@ -298,7 +298,7 @@ def test_prompt_logprobs_are_within_1e_4_of_transformers(models, slice_bytes, mo
         for row, token, score in zip(expected[:-1], prompt[1:], text.scores, strict=True):
             assert score.logprob == pytest.approx(row[token].item(), abs=1e-4)
             best = row.topk(3).values.tolist()
-            assert [p for _, p in score.top] == pytest.approx(best, abs=1e-4)
+            assert list(score.top_logprobs) == pytest.approx(best, abs=1e-4)
             assert score.rank - 1 <= int((row > row[token] - 2e-4).sum())
         assert [d.token for d in text.drawn] == [d.token for d in other.drawn[:2]]
 

@@ -247,13 +247,13 @@ def test_logprobs_are_of_the_model_itself():
     logprobs = of_tokens[1]
     assert logprobs.logprob == pytest.approx(expected[17].item())
     assert logprobs.rank == 1 + int((expected > expected[17]).sum())
-    assert [token for token, _ in logprobs.top] == expected.topk(3).indices.tolist()
+    assert list(logprobs.top_tokens) == expected.topk(3).indices.tolist()
 
 
 def test_each_row_gets_as_many_logprobs_as_it_asked_for():
     rows = [row(greedy(logprobs=k), samples=(0, 1)) for k in (0, 4, 2)]
     _, logprobs = Sampler((EOS,), torch.device("cpu")).sample(random_logits(3), rows).read()
-    assert [len(logprobs[draw].top) for draw in range(6)] == [0, 0, 4, 4, 2, 2]
+    assert [len(logprobs[draw].top_tokens) for draw in range(6)] == [0, 0, 4, 4, 2, 2]
 
 
 def test_the_models_logits_are_not_changed():

@@ -215,7 +215,7 @@ async def test_a_role_that_changed_is_told_to_who_is_there_and_to_who_comes(
 
 
 async def test_columns_of_several_steps_keep_their_figures_and_ends(stream: RouterStream):
-    figures = TokenLogprobs(logprob=-0.5, rank=2, top=())
+    figures = TokenLogprobs(logprob=-0.5, rank=2)
     for step, finish in ((0, {}), (1, {1: FinishReason.STOP})):
         stream.builder.tokens(
             TokensMessage(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.baton_engine.tiny_models import make_model
 from tests.chaos.hosts import HostedCluster, hosted, why_not
+from tests.waits import eventually
 
 pytest.importorskip("ucxx", reason="pages between hosts need a transport: make transports")
 pytestmark = [pytest.mark.alone, pytest.mark.chaos, pytest.mark.timeout(240)]
@@ -69,3 +70,37 @@ def test_requests_go_on_while_and_after_packets_between_p_and_d_are_swallowed(
         hosts.let_pass("d", "p")
     healed = [ask(cluster, first) for first in asked]
     assert calm == cut == healed
+
+
+def metric(cluster: HostedCluster, name: str) -> float:
+    lines = httpx.get(f"{cluster.url}/metrics", timeout=10.0).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def test_a_broken_link_is_tried_without_requests_and_none_waits_for_it_again(
+    cluster: HostedCluster,
+) -> None:
+    hosts, broken = cluster.hosts, "baton_broken_pairs"
+    eventually(lambda: metric(cluster, broken) == 0)
+    handed_off = 'baton_route_decisions_total{kind="pair"}'
+    carries = 'baton_link_probes_total{outcome="carries"}'
+    failed = 'baton_link_probes_total{outcome="failed"}'
+    before = metric(cluster, carries), metric(cluster, failed)
+    calm = ask(cluster, 20)
+    hosts.swallow("p", "d")
+    hosts.swallow("d", "p")
+    try:
+        assert ask(cluster, 20) == calm
+        assert metric(cluster, broken) == 1
+        pairs = metric(cluster, handed_off)
+        eventually(lambda: metric(cluster, failed) > before[1])
+        for _ in range(3):
+            assert ask(cluster, 20) == calm
+        assert metric(cluster, handed_off) == pairs  # nobody has tried the link but the probe
+    finally:
+        hosts.let_pass("p", "d")
+        hosts.let_pass("d", "p")
+    eventually(lambda: metric(cluster, broken) == 0)
+    assert metric(cluster, carries) == before[0] + 1
+    assert ask(cluster, 20) == calm
+    assert metric(cluster, handed_off) == pairs + 1

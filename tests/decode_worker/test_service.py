@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from baton.config.schema import TransferConfig
-from baton.errors import EngineError
-from baton.ids import LegId, RequestId, Role, XferId, new_incarnation
+from baton.errors import EngineError, UnreachableError
+from baton.ids import LegId, RequestId, Role, WorkerIdentity, XferId, new_incarnation
 from baton.rpc.channel import open_channel
 from baton.rpc.generation import prompt_to_proto
+from baton.rpc.hello import identity_to_proto
 from baton.rpc.v1 import (
     common_pb2,
     control_pb2,
@@ -71,6 +72,39 @@ async def test_the_story_of_a_request_has_its_legs_hand_off_and_sequences_in_ord
                 stub = control_pb2_grpc.ControlStub(channel)
                 of_block = await stub.Story(control_pb2.StoryRequest(request_id=published))
             assert [entry.event.split(":")[0] for entry in of_block.entries] == ["published"]
+
+
+async def probed(both: Pair, target: WorkerIdentity, address: str) -> worker_pb2.LinkProbed:
+    """What P says of its link to `target`, with no request anywhere."""
+    probe = worker_pb2.ProbeLink(target=identity_to_proto(target), transfer_address=address)
+    before = len(both.to_p.frames)
+
+    def told() -> list[worker_pb2.LinkProbed]:
+        return [probed for frame in both.to_p.frames[before:] for probed in frame.links_probed]
+
+    await both.to_p.send(worker_pb2.Command(probe_link=probe))
+    await both.to_p.until(lambda: bool(told()))
+    (outcome,) = told()
+    assert outcome.target == probe.target
+    return outcome
+
+
+async def test_a_link_is_tried_without_a_request_and_serves_the_next_one(tmp_path: Path):
+    async with pair(tmp_path) as both:
+        outcome = await probed(both, both.d.identity, both.d.address)
+        assert not outcome.HasField("failure")
+        assert not (await probed(both, both.d.identity, both.d.address)).HasField("failure")
+        asked = prompt(10)
+        await both.ask(1, asked)
+        assert await both.finished(1, 1) == oracle(both.p.runner, asked)
+
+
+async def test_a_link_that_carries_nothing_is_told_with_the_reason(tmp_path: Path):
+    async with pair(tmp_path) as both:
+        outcome = await probed(both, both.d.identity, f"unix:{tmp_path / 'nobody'}")
+        assert outcome.failure.code == UnreachableError("").code
+        another = replace(both.d.identity, incarnation=new_incarnation())
+        assert (await probed(both, another, both.d.address)).HasField("failure")
 
 
 async def test_a_worker_that_has_done_nothing_reports_all_pages_free(tmp_path: Path):

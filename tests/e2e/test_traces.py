@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from baton.clock import MonotonicClock
-from baton.config.schema import RouterConfig, TraceConfig
+from baton.config.schema import GrammarConfig, RouterConfig, TraceConfig
 from baton.errors import ConfigError
 from baton.ids import Role
 from baton.telemetry import span_names
@@ -18,6 +18,7 @@ from baton.telemetry.metrics import new_registry
 from baton.telemetry.otel import OtelTracer, open_tracer
 from baton.telemetry.tracing import NotTraced
 from router.app import AppSettings, create_app
+from router.generation.grammars import GrammarChecker
 from router.generation.sampling import SamplingDefaults
 from router.service import compose, running
 from tests.decode_worker.cluster import SECRET, node
@@ -69,12 +70,15 @@ async def traced(folder: Path, *roles: Role) -> AsyncIterator[tuple[httpx.AsyncC
     settings = AppSettings(
         model_names=("tiny",), version="1", router=RouterConfig(), defaults=SamplingDefaults()
     )
+    registry = new_registry()
+    grammars = GrammarChecker(GrammarConfig(), tokenizer.special_texts, registry)
     app = create_app(
         settings,
         parts.generator,
         parts.status,
         tokenizer,
-        new_registry(),
+        registry,
+        grammars,
         tracer=spans.tracer("router"),
     )
     transport = httpx.ASGITransport(app=app)
@@ -89,6 +93,7 @@ async def traced(folder: Path, *roles: Role) -> AsyncIterator[tuple[httpx.AsyncC
             await each.__aexit__(None, None, None)
         for tracer in spans.tracers:
             tracer.close()
+        grammars.close()
         tokenizer.close()
 
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.errors import EngineError, TransferError, WorkerLostError
+from baton.errors import EngineError, TransferError, UnreachableError, WorkerLostError
 from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample
 from baton.ids import (
     BlockId,
@@ -43,6 +43,8 @@ from baton_worker.messages import (
     FailedMessage,
     HandedOffMessage,
     LegCancelled,
+    LinkProbe,
+    LinkProbedMessage,
     PooledMessage,
     PrefilledMessage,
     PromptPut,
@@ -166,6 +168,41 @@ def test_a_lost_peer_is_dialled_again_by_the_next_leg(lifecycle: LegLifecycle):
     assert isinstance(connect, Connect)
 
 
+def probe(stream: int = 1) -> LinkProbe:
+    return LinkProbe(stream=StreamId(stream), peer=D, address="unix:/d")
+
+
+def test_a_link_is_tried_by_opening_a_session_and_every_router_that_asked_is_told(
+    lifecycle: LegLifecycle,
+):
+    (connect,) = lifecycle.handle(probe(1), 0.0)
+    assert connect == Connect(peer=D, address="unix:/d")
+    assert lifecycle.handle(probe(2), 0.1) == []
+    assert lifecycle.handle(probe(1), 0.2) == []
+    told = lifecycle.handle(PeerUp(peer=D, region_blocks=8), 0.3)
+    assert {told_.stream for told_ in told if isinstance(told_, LinkProbedMessage)} == {1, 2}
+    assert len(told) == 2
+    (again,) = lifecycle.handle(probe(1), 9.0)
+    assert again == LinkProbedMessage(stream=StreamId(1), peer=D, error=None)
+
+
+def test_a_link_that_carries_nothing_is_told_with_the_reason_and_dialled_anew_by_the_next_probe(
+    lifecycle: LegLifecycle,
+):
+    error = UnreachableError("nothing passes")
+    lifecycle.handle(probe(), 0.0)
+    (told,) = lifecycle.handle(PeerDown(peer=D, error=error), 5.0)
+    assert told == LinkProbedMessage(stream=StreamId(1), peer=D, error=error)
+    (connect,) = lifecycle.handle(probe(), 6.0)
+    assert isinstance(connect, Connect)
+
+
+def test_a_probe_and_a_leg_share_a_session(lifecycle: LegLifecycle):
+    lifecycle.handle(probe(), 0.0)
+    (command,) = lifecycle.handle(submit(), 0.1)
+    assert isinstance(command, Prefill)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -246,6 +283,10 @@ class LifeMachine(RuleBasedStateMachine):
         self.legs += 1
         self.open.add(self.legs)
         self.tell(submit(self.legs, f"x{self.legs}"))
+
+    @rule()
+    def router_probes(self) -> None:
+        self.tell(probe())
 
     @precondition(lambda self: self.dialling)
     @rule(succeeds=st.sampled_from([True, True, False]))

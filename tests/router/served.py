@@ -12,11 +12,12 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from baton.clock import Clock, MonotonicClock
-from baton.config.schema import RouterConfig
+from baton.config.schema import GrammarConfig, RouterConfig
 from baton.pretrained import PretrainedTokenizer
 from baton.telemetry.metrics import new_registry
 from router.app import AppSettings, create_app
 from router.fakes.generator import FakeGenerator
+from router.generation.grammars import GrammarChecker
 from router.generation.sampling import SamplingDefaults
 from router.http import server
 from router.limits.local import LocalLimiter
@@ -101,12 +102,14 @@ async def serve(
     clock = clock or MonotonicClock()
     tenancy = Tenancy(directory=directory, limiter=LocalLimiter(clock), clock=clock)
     tenancy = replace(tenancy, **(parts or {}))
+    grammars = GrammarChecker(GrammarConfig(), tokenizer.special_texts, registry)
     app = create_app(
         settings,
         generator,
         generator,
         tokenizer,
         registry,
+        grammars,
         clock,
         tenancy=tenancy,
         decisions=decisions,
@@ -118,6 +121,7 @@ async def serve(
         try:
             yield served
         finally:
+            grammars.close()
             tokenizer.close()
 
 

@@ -218,10 +218,10 @@ def test_a_prompt_of_full_length_and_its_checksums_fit_a_worker() -> None:
     prefill = worker_pb2.Prefill(request=request, permit=permit, transfer_address="x" * 256)
     assert worker_pb2.Command(prefill=prefill).ByteSize() < bound
 
-    best = [common_pb2.TokenLogprob(token=1 << 20, logprob=-1.0)] * 20
-    first = common_pb2.SampledToken(
-        token=1 << 20, logprobs=common_pb2.TokenLogprobs(logprob=-1.0, rank=7, top=best)
+    best = common_pb2.TokenLogprobs(
+        logprob=-1.0, rank=7, top_tokens=[1 << 20] * 20, top_logprobs=[-1.0] * 20
     )
+    first = common_pb2.SampledToken(token=1 << 20, logprobs=best)
     layers = len(LONG.layout.layers)
     pages = LONG.max_model_len // LONG.layout.block_tokens
     commit = transfer_pb2.CommitPages(

@@ -547,50 +547,36 @@ class SloTargets(_message.Message):
 Global___SloTargets: _TypeAlias = SloTargets  # noqa: Y015
 
 @_typing.final
-class TokenLogprob(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TOKEN_FIELD_NUMBER: _builtins.int
-    LOGPROB_FIELD_NUMBER: _builtins.int
-    token: _builtins.int
-    logprob: _builtins.float
-    def __init__(
-        self,
-        *,
-        token: _builtins.int = ...,
-        logprob: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token", b"token"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
-
-@_typing.final
 class TokenLogprobs(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LOGPROB_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
-    TOP_FIELD_NUMBER: _builtins.int
+    TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
     """of the token that was drawn"""
     rank: _builtins.int
     """1: the most likely one"""
     @_builtins.property
-    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
+    def top_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """likeliest first"""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """of these"""
+
     def __init__(
         self,
         *,
         logprob: _builtins.float = ...,
         rank: _builtins.int = ...,
-        top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        top_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.rpc.v1 import common_pb2 as baton_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/rpc/v1/worker.proto\x12\x0c\x62\x61ton.rpc.v1\x1a\x19\x62\x61ton/rpc/v1/common.proto\"{\n\x07Prefill\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.baton.rpc.v1.GenerationRequest\x12$\n\x06permit\x18\x02 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\x12\x18\n\x10transfer_address\x18\x03 \x01(\t\"a\n\x07Receive\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.baton.rpc.v1.GenerationRequest\x12$\n\x06permit\x18\x02 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\"<\n\x08Generate\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.baton.rpc.v1.GenerationRequest\"@\n\x08Reassign\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12$\n\x06permit\x18\x02 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\"\x9d\x02\n\x07\x43ommand\x12(\n\x07prefill\x18\x01 \x01(\x0b\x32\x15.baton.rpc.v1.PrefillH\x00\x12(\n\x07receive\x18\x02 \x01(\x0b\x32\x15.baton.rpc.v1.ReceiveH\x00\x12*\n\x08generate\x18\x03 \x01(\x0b\x32\x16.baton.rpc.v1.GenerateH\x00\x12*\n\x08reassign\x18\x04 \x01(\x0b\x32\x16.baton.rpc.v1.ReassignH\x00\x12&\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x14.baton.rpc.v1.CancelH\x00\x12\x33\n\rsend_snapshot\x18\x06 \x01(\x0b\x32\x1a.baton.rpc.v1.SendSnapshotH\x00\x42\t\n\x07\x63ommand\"\\\n\x0eSampleFinished\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12*\n\x06reason\x18\x03 \x01(\x0e\x32\x1a.baton.rpc.v1.FinishReason\"\xd6\x01\n\tPrefilled\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x30\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x1a.baton.rpc.v1.SampledToken\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rpooled_tokens\x18\x04 \x01(\r\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12\x35\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x1c.baton.rpc.v1.PromptLogprobs\"\x8f\x01\n\tHandedOff\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62locks_sent\x18\x02 \x01(\r\x12\x12\n\nbytes_sent\x18\x03 \x01(\x04\x12\x16\n\x0ereserve_wait_s\x18\x04 \x01(\x01\x12\x12\n\nunhidden_s\x18\x05 \x01(\x01\x12\x1d\n\x15link_bytes_per_second\x18\x06 \x01(\x01\"\x18\n\x06Pooled\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\"U\n\nWriterLost\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12&\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x15.baton.rpc.v1.Failure\"\xfb\x03\n\x05\x46rame\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.baton.rpc.v1.WorkerHello\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07leg_ids\x18\x03 \x03(\x04\x12\x0f\n\x07samples\x18\x04 \x03(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12-\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1b.baton.rpc.v1.TokenLogprobs\x12.\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x1c.baton.rpc.v1.SampleFinished\x12*\n\tprefilled\x18\x08 \x03(\x0b\x32\x17.baton.rpc.v1.Prefilled\x12+\n\nhanded_off\x18\t \x03(\x0b\x32\x17.baton.rpc.v1.HandedOff\x12$\n\x06pooled\x18\n \x03(\x0b\x32\x14.baton.rpc.v1.Pooled\x12.\n\x0cwriters_lost\x18\x0b \x03(\x0b\x32\x18.baton.rpc.v1.WriterLost\x12\'\n\x06\x66\x61iled\x18\x0c \x03(\x0b\x32\x17.baton.rpc.v1.LegFailed\x12&\n\x04load\x18\r \x01(\x0b\x32\x18.baton.rpc.v1.WorkerLoad\x12)\n\x06\x62locks\x18\x0e \x01(\x0b\x32\x19.baton.rpc.v1.BlockEvents2A\n\x06Worker\x12\x37\n\x05Serve\x12\x15.baton.rpc.v1.Command\x1a\x13.baton.rpc.v1.Frame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/rpc/v1/worker.proto\x12\x0c\x62\x61ton.rpc.v1\x1a\x19\x62\x61ton/rpc/v1/common.proto\"{\n\x07Prefill\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.baton.rpc.v1.GenerationRequest\x12$\n\x06permit\x18\x02 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\x12\x18\n\x10transfer_address\x18\x03 \x01(\t\"a\n\x07Receive\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.baton.rpc.v1.GenerationRequest\x12$\n\x06permit\x18\x02 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\"<\n\x08Generate\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.baton.rpc.v1.GenerationRequest\"@\n\x08Reassign\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12$\n\x06permit\x18\x02 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\"S\n\tProbeLink\x12,\n\x06target\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x18\n\x10transfer_address\x18\x02 \x01(\t\"\xcc\x02\n\x07\x43ommand\x12(\n\x07prefill\x18\x01 \x01(\x0b\x32\x15.baton.rpc.v1.PrefillH\x00\x12(\n\x07receive\x18\x02 \x01(\x0b\x32\x15.baton.rpc.v1.ReceiveH\x00\x12*\n\x08generate\x18\x03 \x01(\x0b\x32\x16.baton.rpc.v1.GenerateH\x00\x12*\n\x08reassign\x18\x04 \x01(\x0b\x32\x16.baton.rpc.v1.ReassignH\x00\x12&\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x14.baton.rpc.v1.CancelH\x00\x12\x33\n\rsend_snapshot\x18\x06 \x01(\x0b\x32\x1a.baton.rpc.v1.SendSnapshotH\x00\x12-\n\nprobe_link\x18\x07 \x01(\x0b\x32\x17.baton.rpc.v1.ProbeLinkH\x00\x42\t\n\x07\x63ommand\"\\\n\x0eSampleFinished\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12*\n\x06reason\x18\x03 \x01(\x0e\x32\x1a.baton.rpc.v1.FinishReason\"\xd6\x01\n\tPrefilled\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x30\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x1a.baton.rpc.v1.SampledToken\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rpooled_tokens\x18\x04 \x01(\r\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12\x35\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x1c.baton.rpc.v1.PromptLogprobs\"\x8f\x01\n\tHandedOff\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62locks_sent\x18\x02 \x01(\r\x12\x12\n\nbytes_sent\x18\x03 \x01(\x04\x12\x16\n\x0ereserve_wait_s\x18\x04 \x01(\x01\x12\x12\n\nunhidden_s\x18\x05 \x01(\x01\x12\x1d\n\x15link_bytes_per_second\x18\x06 \x01(\x01\"\x18\n\x06Pooled\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\"U\n\nWriterLost\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12&\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x15.baton.rpc.v1.Failure\"b\n\nLinkProbed\x12,\n\x06target\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12&\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x15.baton.rpc.v1.Failure\"\xab\x04\n\x05\x46rame\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.baton.rpc.v1.WorkerHello\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07leg_ids\x18\x03 \x03(\x04\x12\x0f\n\x07samples\x18\x04 \x03(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12-\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1b.baton.rpc.v1.TokenLogprobs\x12.\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x1c.baton.rpc.v1.SampleFinished\x12*\n\tprefilled\x18\x08 \x03(\x0b\x32\x17.baton.rpc.v1.Prefilled\x12+\n\nhanded_off\x18\t \x03(\x0b\x32\x17.baton.rpc.v1.HandedOff\x12$\n\x06pooled\x18\n \x03(\x0b\x32\x14.baton.rpc.v1.Pooled\x12.\n\x0cwriters_lost\x18\x0b \x03(\x0b\x32\x18.baton.rpc.v1.WriterLost\x12\'\n\x06\x66\x61iled\x18\x0c \x03(\x0b\x32\x17.baton.rpc.v1.LegFailed\x12&\n\x04load\x18\r \x01(\x0b\x32\x18.baton.rpc.v1.WorkerLoad\x12)\n\x06\x62locks\x18\x0e \x01(\x0b\x32\x19.baton.rpc.v1.BlockEvents\x12.\n\x0clinks_probed\x18\x0f \x03(\x0b\x32\x18.baton.rpc.v1.LinkProbed2A\n\x06Worker\x12\x37\n\x05Serve\x12\x15.baton.rpc.v1.Command\x1a\x13.baton.rpc.v1.Frame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,20 +40,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATE']._serialized_end=354
   _globals['_REASSIGN']._serialized_start=356
   _globals['_REASSIGN']._serialized_end=420
-  _globals['_COMMAND']._serialized_start=423
-  _globals['_COMMAND']._serialized_end=708
-  _globals['_SAMPLEFINISHED']._serialized_start=710
-  _globals['_SAMPLEFINISHED']._serialized_end=802
-  _globals['_PREFILLED']._serialized_start=805
-  _globals['_PREFILLED']._serialized_end=1019
-  _globals['_HANDEDOFF']._serialized_start=1022
-  _globals['_HANDEDOFF']._serialized_end=1165
-  _globals['_POOLED']._serialized_start=1167
-  _globals['_POOLED']._serialized_end=1191
-  _globals['_WRITERLOST']._serialized_start=1193
-  _globals['_WRITERLOST']._serialized_end=1278
-  _globals['_FRAME']._serialized_start=1281
-  _globals['_FRAME']._serialized_end=1788
-  _globals['_WORKER']._serialized_start=1790
-  _globals['_WORKER']._serialized_end=1855
+  _globals['_PROBELINK']._serialized_start=422
+  _globals['_PROBELINK']._serialized_end=505
+  _globals['_COMMAND']._serialized_start=508
+  _globals['_COMMAND']._serialized_end=840
+  _globals['_SAMPLEFINISHED']._serialized_start=842
+  _globals['_SAMPLEFINISHED']._serialized_end=934
+  _globals['_PREFILLED']._serialized_start=937
+  _globals['_PREFILLED']._serialized_end=1151
+  _globals['_HANDEDOFF']._serialized_start=1154
+  _globals['_HANDEDOFF']._serialized_end=1297
+  _globals['_POOLED']._serialized_start=1299
+  _globals['_POOLED']._serialized_end=1323
+  _globals['_WRITERLOST']._serialized_start=1325
+  _globals['_WRITERLOST']._serialized_end=1410
+  _globals['_LINKPROBED']._serialized_start=1412
+  _globals['_LINKPROBED']._serialized_end=1510
+  _globals['_FRAME']._serialized_start=1513
+  _globals['_FRAME']._serialized_end=2068
+  _globals['_WORKER']._serialized_start=2070
+  _globals['_WORKER']._serialized_end=2135
 # @@protoc_insertion_point(module_scope)

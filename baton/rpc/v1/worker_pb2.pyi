@@ -127,6 +127,32 @@ class Reassign(_message.Message):
 Global___Reassign: _TypeAlias = Reassign  # noqa: Y015
 
 @_typing.final
+class ProbeLink(_message.Message):
+    """The link to another worker is to be tried without a request: a session, and a page written to its memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    TRANSFER_ADDRESS_FIELD_NUMBER: _builtins.int
+    transfer_address: _builtins.str
+    """of that worker"""
+    @_builtins.property
+    def target(self) -> _common_pb2.WorkerIdentity: ...
+    def __init__(
+        self,
+        *,
+        target: _common_pb2.WorkerIdentity | None = ...,
+        transfer_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["target", b"target", "transfer_address", b"transfer_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeLink: _TypeAlias = ProbeLink  # noqa: Y015
+
+@_typing.final
 class Command(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -136,6 +162,7 @@ class Command(_message.Message):
     REASSIGN_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     SEND_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    PROBE_LINK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefill(self) -> Global___Prefill: ...
     @_builtins.property
@@ -148,6 +175,8 @@ class Command(_message.Message):
     def cancel(self) -> _common_pb2.Cancel: ...
     @_builtins.property
     def send_snapshot(self) -> _common_pb2.SendSnapshot: ...
+    @_builtins.property
+    def probe_link(self) -> Global___ProbeLink: ...
     def __init__(
         self,
         *,
@@ -157,12 +186,13 @@ class Command(_message.Message):
         reassign: Global___Reassign | None = ...,
         cancel: _common_pb2.Cancel | None = ...,
         send_snapshot: _common_pb2.SendSnapshot | None = ...,
+        probe_link: Global___ProbeLink | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "generate", b"generate", "prefill", b"prefill", "reassign", b"reassign", "receive", b"receive", "send_snapshot", b"send_snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "generate", b"generate", "prefill", b"prefill", "probe_link", b"probe_link", "reassign", b"reassign", "receive", b"receive", "send_snapshot", b"send_snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "generate", b"generate", "prefill", b"prefill", "reassign", b"reassign", "receive", b"receive", "send_snapshot", b"send_snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "generate", b"generate", "prefill", b"prefill", "probe_link", b"probe_link", "reassign", b"reassign", "receive", b"receive", "send_snapshot", b"send_snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["prefill", "receive", "generate", "reassign", "cancel", "send_snapshot"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["prefill", "receive", "generate", "reassign", "cancel", "send_snapshot", "probe_link"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -335,6 +365,34 @@ class WriterLost(_message.Message):
 Global___WriterLost: _TypeAlias = WriterLost  # noqa: Y015
 
 @_typing.final
+class LinkProbed(_message.Message):
+    """The outcome of `ProbeLink`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def target(self) -> _common_pb2.WorkerIdentity: ...
+    @_builtins.property
+    def failure(self) -> _common_pb2.Failure:
+        """absent where the link carries pages"""
+
+    def __init__(
+        self,
+        *,
+        target: _common_pb2.WorkerIdentity | None = ...,
+        failure: _common_pb2.Failure | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkProbed: _TypeAlias = LinkProbed  # noqa: Y015
+
+@_typing.final
 class Frame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -352,6 +410,7 @@ class Frame(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    LINKS_PROBED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.WorkerHello:
@@ -385,6 +444,8 @@ class Frame(_message.Message):
     def load(self) -> _common_pb2.WorkerLoad: ...
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockEvents: ...
+    @_builtins.property
+    def links_probed(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkProbed]: ...
     def __init__(
         self,
         *,
@@ -402,10 +463,11 @@ class Frame(_message.Message):
         failed: _abc.Iterable[_common_pb2.LegFailed] | None = ...,
         load: _common_pb2.WorkerLoad | None = ...,
         blocks: _common_pb2.BlockEvents | None = ...,
+        links_probed: _abc.Iterable[Global___LinkProbed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "hello", b"hello", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "hello", b"hello", "leg_ids", b"leg_ids", "load", b"load", "logprobs", b"logprobs", "pooled", b"pooled", "prefilled", b"prefilled", "samples", b"samples", "step", b"step", "tokens", b"tokens", "writers_lost", b"writers_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "hello", b"hello", "leg_ids", b"leg_ids", "links_probed", b"links_probed", "load", b"load", "logprobs", b"logprobs", "pooled", b"pooled", "prefilled", b"prefilled", "samples", b"samples", "step", b"step", "tokens", b"tokens", "writers_lost", b"writers_lost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

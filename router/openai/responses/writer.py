@@ -7,7 +7,7 @@ import msgspec
 
 from baton.errors import BatonError
 from baton.generation import FinishReason
-from router.generation.generation_run import Delta, GenerationRun, take_logged
+from router.generation.generation_run import Delta, GenerationRun, keep, take_logged
 from router.generation.planner import RequestContext
 from router.http.errors import error_details
 from router.http.streaming import json_text, model_event, named_event
@@ -77,7 +77,7 @@ class ResponseWriter:
 
     def piece(self, delta: Delta) -> bytes:
         """The text, if there is some; the last delta may have none."""
-        self._said.append(delta)
+        keep(self._said, delta)
         if not delta.text and not delta.logged:
             return b""
         count = self._body.num_logprobs

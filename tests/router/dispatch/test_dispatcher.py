@@ -35,10 +35,12 @@ from router.dispatch.actions import (
     Emit,
     Fail,
     Finish,
+    PairRestored,
     PairSuspected,
     RefuseWorker,
     SendCancel,
     SendLeg,
+    SendProbe,
     SendReassign,
     WorkerSuspected,
 )
@@ -49,6 +51,7 @@ from router.dispatch.events import (
     HandedOff,
     LegFailed,
     LegWriterLost,
+    LinkProbed,
     LoadReported,
     Prefilled,
     SampleFinished,
@@ -506,42 +509,61 @@ def _end(core):
     core(ClientGone(request_id=REQUEST))
 
 
-def test_a_pair_without_a_way_is_tried_again_by_one_request_after_pauses_that_grow(core):
+def probe(core, seconds: float, *heard: str):
+    """The one probe that is sent within so many seconds."""
+    return sent(core.pass_time_hearing(seconds, *heard), SendProbe)
+
+
+def probed(to: SendProbe, error=None):
+    return LinkProbed(worker=to.worker, target=to.target, error=error)
+
+
+def test_a_pair_without_a_way_gets_requests_again_only_after_a_probe_without_one(core):
     core.join("p0", "d0")
-    for pause_s in (1.0, 2.0, 4.0):
-        p, _ = start_pair(core)
-        told = sent(core(failed(p, NO_WAY)), PairSuspected)
-        assert told.pause_s == pause_s
-        _end(core)
-        core.pass_time_hearing(pause_s - 0.5, "p0", "d0")
-        sent(core.submit(), LegKind.GENERATE)
-        _end(core)
-        core.pass_time_hearing(1.0, "p0", "d0")
-    p, _ = start_pair(core)
-    core(first_tokens(p, drawn(0, 0, 4)))
-    core(handed_off(p))
+    p, d = start_pair(core)
+    suspected = sent(core(failed(p, NO_WAY)), PairSuspected)
+    assert 0.75 <= suspected.pause_s <= 1.25
     _end(core)
+    for seconds in (2.0, 3.0, 6.0):  # about 1 s, 2 s, 4 s, looked for twice a second
+        to = probe(core, seconds, "p0", "d0")
+        assert (to.worker, to.target) == (p.worker, d.worker)
+        assert to.transfer_address == p.transfer_address
+        sent(core.submit(), LegKind.GENERATE)  # a probe is under way
+        _end(core)
+        assert core(probed(to, NO_WAY)) == []
+    to = probe(core, 11.0, "p0", "d0")
+    told = sent(core(probed(to)), PairRestored)
+    assert (told.prefill, told.decode) == (p.worker, d.worker)
     start_pair(core)
     _end(core)
-    p, _ = start_pair(core)
-    assert sent(core(failed(p, NO_WAY)), PairSuspected).pause_s == 1.0
+    story = [str(entry) for entry in core.dispatcher.story(p.worker.worker_id)]
+    assert any("PairSuspected" in told for told in story)
+    assert "PairRestored" in story[-1]
 
 
-def test_while_a_pair_is_tried_again_other_requests_do_not_wait_for_it(core):
+def test_a_hand_off_that_was_on_its_way_and_succeeds_makes_the_pair_whole(core):
     core.join("p0", "d0")
     p, _ = start_pair(core)
-    core(failed(p, NO_WAY))
-    _end(core)
-    core.pass_time_hearing(1.5, "p0", "d0")
-    p, _ = start_pair(core)
-    other = RequestId("cmpl-2")
     job = GenerationRequest(
-        request_id=other,
+        request_id=RequestId("cmpl-2"),
         prompt=replace(p.prompt, samples=(0,)),
         timeout_s=60.0,
         arrived_s=core.now_s,
     )
-    sent(core(job), LegKind.GENERATE)
+    other = sent(core(job), LegKind.PREFILL)
+    core(failed(p, NO_WAY))
+    core(first_tokens(other, drawn(0, 0, 4)))
+    assert sent(core(handed_off(other)), PairRestored).prefill == p.worker
+
+
+def test_the_link_to_a_worker_that_is_gone_is_not_probed(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    core(failed(p, NO_WAY))
+    _end(core)
+    core(WorkerLost(worker=d.worker, reason="killed"))
+    actions = core.pass_time_hearing(5.0, "p0")
+    assert not [action for action in actions if isinstance(action, SendProbe)]
 
 
 def test_a_pair_that_does_not_fit_stays_apart_until_one_of_them_starts_anew(core):
@@ -715,7 +737,7 @@ def test_samples_that_have_tokens_are_resumed_one_by_one(core):
     assert prompts[1,].output_tokens == (100,)
 
 
-SCORES = (TokenLogprobs(logprob=-1.0, rank=2, top=()),)
+SCORES = (TokenLogprobs(logprob=-1.0, rank=2),)
 
 
 def scores_in(actions):
