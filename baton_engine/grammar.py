@@ -74,6 +74,8 @@ class MatcherConstraint:
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         """See TokenConstraint."""
+        if self.fault is not None:
+            return 0
         try:
             return self._matcher.validate_tokens(list(tokens))
         except BaseException as error:  # noqa: BLE001 - likewise
