@@ -5,11 +5,13 @@ for `/health` and for a short streamed completion every few milliseconds. Most a
 some are honest requests of the largest size.
 
 Figures, for each attack: `ATTACK_stall_ms`, what the router's event loop does: the longest that the canary waited for `/health`, or in a
-completion after its first token, less what it waits at the median when nobody attacks; `ATTACK_completion_ms`, the same for whole
-completions, which may also wait for a free worker and count in no stall; `ATTACK_memory_mb`, the router's largest resident memory while
-it ran, less what it holds when idle after its start; `ATTACK_children_mb`, the largest of its child processes together (chat templates,
-long texts); and `ATTACK_status`, the HTTP status of the last reply (0: closed without one). `worst_stall_ms`, `worst_memory_mb` and
-`worst_children_mb` are the largest of all attacks.
+completion after its first token, less what it waits at the median when nobody attacks. Parts of that wait, never taken off it:
+`ATTACK_loop_cpu_ms`, in which the thread of the event loop computed, and `ATTACK_run_delay_ms`, in which that thread or the canary could
+have run while the kernel gave the processors to others; the rest of it the loop waited for Python's lock, or for nothing.
+`ATTACK_completion_ms`, the like of the stall for whole completions, which may also wait for a free worker and count in no stall;
+`ATTACK_memory_mb`, the router's largest resident memory while it ran, less what it holds when idle after its start;
+`ATTACK_children_mb`, the largest of its child processes together (chat templates, long texts); and `ATTACK_status`, the HTTP status of
+the last reply (0: closed without one). `worst_stall_ms` and its like are the largest of all attacks.
 `trailer_names_request`: 1 if a request id in a trailer came back as that of the request.
 """
 
@@ -33,7 +35,7 @@ import psutil
 
 from bench.harness.report import Report
 from bench.harness.server import serving
-from bench.router.canary import Orders, Seen
+from bench.router.canary import Orders, Seen, Wait
 
 MIB = 1024 * 1024
 _BODY = 8 * MIB - 4096
@@ -78,7 +80,7 @@ def main() -> None:
                 model = vocabulary(Path(name))
                 with _cluster(Path(name), model) as url:
                     _measure(url, chosen, report)
-    for figure in ("stall_ms", "memory_mb", "children_mb"):
+    for figure in ("stall_ms", "loop_cpu_ms", "run_delay_ms", "memory_mb", "children_mb"):
         measured = [v for name, v in report.figures.items() if name.endswith("_" + figure)]
         _note(report, f"worst_{figure}", max(measured))
     if arguments.json:
@@ -96,7 +98,7 @@ def _arguments() -> argparse.Namespace:
 def _measure(url: str, attacks: Sequence[Attack], report: Report) -> None:
     port = int(url.rpartition(":")[2])
     router = _router()
-    orders = Orders(port=port, model=_MODEL)
+    orders = Orders(port=port, process_id=router.pid, model=_MODEL)
     with _canary(orders):
         time.sleep(_CALM_S)  # warms both up
     with _canary(orders) as calm:
@@ -111,8 +113,11 @@ def _measure(url: str, attacks: Sequence[Attack], report: Report) -> None:
                 reply = _send(port, sent, attack.read_bytes_per_s)
             time.sleep(0.1)
         grown = max(0, _peak_bytes(router) - idle_bytes)
-        _note(report, f"{attack.name}_stall_ms", _stall_s(seen, calm) * 1e3)
-        waited_s = max(seen.completion_s) - median(calm.completion_s)
+        stall_s, longest = _stall(seen, calm)
+        _note(report, f"{attack.name}_stall_ms", stall_s * 1e3)
+        _note(report, f"{attack.name}_loop_cpu_ms", longest.loop_cpu_s * 1e3)
+        _note(report, f"{attack.name}_run_delay_ms", longest.run_delay_s * 1e3)
+        waited_s = max(_wall_s(seen.completions)) - median(_wall_s(calm.completions))
         _note(report, f"{attack.name}_completion_ms", waited_s * 1e3)
         _note(report, f"{attack.name}_memory_mb", grown / MIB)
         _note(report, f"{attack.name}_children_mb", max(children) / MIB)
@@ -123,9 +128,17 @@ def _measure(url: str, attacks: Sequence[Attack], report: Report) -> None:
             print(f"{attack.name}: {seen.failed} of the canary's requests failed", flush=True)
 
 
-def _stall_s(seen: Seen, calm: Seen) -> float:
-    pairs = ((seen.health_s, calm.health_s), (seen.gap_s, calm.gap_s))
-    return max(max(attacked) - median(before) for attacked, before in pairs)
+def _stall(seen: Seen, calm: Seen) -> tuple[float, Wait]:
+    """The longest stall, and the wait that it was."""
+    stalls: list[tuple[float, Wait]] = []
+    for attacked, before in ((seen.health, calm.health), (seen.gaps, calm.gaps)):
+        longest = max(attacked, key=lambda wait: wait.wall_s)
+        stalls.append((longest.wall_s - median(_wall_s(before)), longest))
+    return max(stalls, key=lambda stall: stall[0])
+
+
+def _wall_s(waits: Sequence[Wait]) -> list[float]:
+    return [wait.wall_s for wait in waits]
 
 
 def _send(port: int, sent: bytes, read_bytes_per_s: int | None) -> bytes:
@@ -176,8 +189,10 @@ def _canary(orders: Orders) -> Iterator[Seen]:
     printed = process.communicate()[0]
     if process.returncode:
         raise RuntimeError("the canary failed; what it said stands above")
-    for name, value in json.loads(printed).items():
-        setattr(seen, name, value)
+    told = json.loads(printed)
+    seen.failed = told.pop("failed")
+    for name, waits in told.items():
+        setattr(seen, name, [Wait(**wait) for wait in waits])
 
 
 def _forget_peak(process: psutil.Process) -> None:

@@ -2,7 +2,7 @@
 
 With a vocabulary of 131,072 made-up tokens: compiling 200 schemas of the kinds that clients send, the masks of their answers, the
 time to first token with a schema that is new to router and worker (what the router's check takes is added), and decodes of eight
-sequences with and without a schema, in turns in one engine.
+sequences with a schema, without one, and half of each, in turns in one engine.
 """
 
 import argparse
@@ -152,24 +152,29 @@ class Timed:
         self._host.start()
         self._names = (SeqId(f"bench/{number}") for number in count())
         self._came_s: list[float] = []
+        self._watched: set[SeqId] = set()
         self._left = 0
         self._over = threading.Event()
 
     def _hear(self, told: StepEvents) -> None:
         if told.sampled is not None:
             now_s = time.perf_counter()
-            self._came_s += [now_s] * len(told.sampled.tokens)
+            self._came_s += [now_s] * sum(map(self._watched.__contains__, told.sampled.seq_ids))
             self._left -= sum(reason is not None for reason in told.sampled.finish_reasons)
             if self._left <= 0:
                 self._over.set()
 
-    def came_s(self, prompts: Sequence[Prompt]) -> list[float]:
-        """When each token of `prompts` came, after they were submitted together."""
-        self._came_s, self._left = [], len(prompts)
+    def came_s(self, prompts: Sequence[Prompt], beside: Sequence[Prompt] = ()) -> list[float]:
+        """When each token of `prompts` came, after they and those `beside` them were submitted together."""
+        commands = [
+            Generate(seq_id=next(self._names), prompt=prompt) for prompt in (*prompts, *beside)
+        ]
+        self._watched = {command.seq_id for command in commands[: len(prompts)]}
+        self._came_s, self._left = [], len(commands)
         self._over.clear()
         begun_s = time.perf_counter()
-        for prompt in prompts:
-            self._host.submit(Generate(seq_id=next(self._names), prompt=prompt))
+        for command in commands:
+            self._host.submit(command)
         if not self._over.wait(120.0):
             raise RuntimeError("the engine did not answer")
         return [came_s - begun_s for came_s in self._came_s]
@@ -189,6 +194,12 @@ def _prompts(number: int, tokens: int, grammar: str) -> list[Prompt]:
 def _decode_rate(came_s: list[float]) -> float:
     """Tokens per second once all sequences decode."""
     return (len(came_s) - _SEQUENCES) / (came_s[-1] - came_s[_SEQUENCES - 1])
+
+
+def _late_rate(came_s: list[float], sequences: int) -> float:
+    """Tokens per second and sequence in the second half, when those beside them decode too."""
+    late_s = came_s[len(came_s) // 2 :]
+    return (len(late_s) - sequences) / sequences / (late_s[-1] - late_s[sequences - 1])
 
 
 def _build(directory: Path) -> "BuiltEngine":
@@ -264,14 +275,23 @@ def _decodes(engine: Timed, rounds: int) -> dict[str, float]:
     endless = {"type": "array", "minItems": 10_000, "items": schema(Random(2), 1)}
     (grammar,), _ = asyncio.run(checked([endless]))
     rates: dict[str, list[float]] = {"": [], grammar: []}
+    half, alone = _SEQUENCES // 2, 0.0
+    beside: list[float] = []
     for number in range(rounds + 1):
         for kind in ("", grammar) if number % 2 else (grammar, ""):
-            rate = _decode_rate(engine.came_s(_prompts(1000 + number, _TOKENS, kind)))
+            came_s = engine.came_s(_prompts(1000 + number, _TOKENS, kind))
             if number:  # the first round warms up
-                rates[kind].append(rate)
+                rates[kind].append(_decode_rate(came_s))
+            if not kind:
+                alone = _late_rate(came_s, _SEQUENCES)
+        free, held = (_prompts(1000 + number, _TOKENS, kind) for kind in ("", grammar))
+        came_s = engine.came_s(free[:half], held[half:])
+        if number:
+            beside.append(_late_rate(came_s, half) / alone)
     ratios = [held / free for held, free in zip(rates[grammar], rates[""], strict=True)]
     return {
         "constrained_over_free_tok_s_b8": median(ratios),
+        "beside_constrained_over_free_tok_s_b8": median(beside),
         "free_tok_s_b8": median(rates[""]),
     }
 

@@ -1,7 +1,7 @@
 """What two workers say to each other about their hand-offs, in the session that they share. Plain frozen data, no protobuf.
 
-P is the prefill worker, whose words the ledger hears (`ledger.py`); D the decode worker, whose words the outbox hears
-(`outbox.py`). What each core and its own shell say to each other stands in `ledger_messages.py` and `outbox_messages.py`.
+P is the prefill worker, whose words the ledger hears (`ledger/ledger.py`); D the decode worker, whose words the outbox hears
+(`ledger/outbox.py`). What each core and its own shell say to each other stands in those two files.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,6 @@
 """What the documents promise exists: make targets, commands and their flags, files, tests named as proof."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from baton_cluster.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("baton*", "bench", "decode_worker", "kv_transfer", "kvpool", "prefill_worker", "router")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -74,3 +76,27 @@ def test_every_row_names_a_test_that_exists(document: str) -> None:
         if f"def {name}(" not in (ROOT / file).read_text()
     ]
     assert absent == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_that_a_docstring_names_exist(package: str) -> None:
+    parts = [path for folder in (*PACKAGES, "tests") for path in ROOT.glob(folder)]
+    modules = {path.name for part in (*parts, ROOT) for path in _sources(part)}
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    missing = {
+        (path.name, name)
+        for part in ROOT.glob(package)
+        for path in _sources(part)
+        if path.suffix == ".py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, kinds)
+        for name in re.findall(
+            r"`(?:[\w./-]+/)?(\w+\.(?:py|c|cpp|h))`", ast.get_docstring(node) or ""
+        )
+        if name not in modules
+    }
+    assert missing == set()
+
+
+def _sources(part: Path) -> list[Path]:
+    return list(part.glob("*.py") if part == ROOT else part.rglob("*.*"))

@@ -1,6 +1,6 @@
 """The hand-off's control messages over gRPC: one stream per pair of workers carries all their transfers.
 
-The prefill worker dials (`PeerSession`), the decode worker serves (`session_service.py`). Both are thin: they agree on
+The prefill worker dials (`PeerSession`), the decode worker serves (`server.py`). Both are thin: they agree on
 identities, layout and backend at the handshake, turn protobuf into messages of `messages.py` and back, and report the
 stream's end. What a message means is decided by `ledger.py` and `outbox.py`.
 """

@@ -5,7 +5,7 @@
                    ── RegionUnreachable: that one does not work here ──▶                        the next one both have, or no more
                    ◀── SessionAccepted ──
 
-No stream and no memory here; `session.py` and `session_service.py` carry it out.
+No stream and no memory here; `client.py` and `server.py` carry it out.
 """
 
 from collections import OrderedDict

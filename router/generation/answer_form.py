@@ -12,11 +12,16 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError, model_valid
 from pydantic_core import from_json
 
 from baton.errors import InvalidRequestError
+from router.generation.json_schema import spelt_out
 from router.http.fields import BodyObject, JsonObject, only, refusal, unsupported
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between the parts of JSON, at most: a model that does nothing but break lines comes to an end of them."""
-_JSON_OPTIONS: dict[str, JsonValue] = {"whitespace_pattern": WHITESPACE}
+_JSON_OPTIONS: dict[str, JsonValue] = {
+    "whitespace_pattern": WHITESPACE,
+    # Without `u`: written by its numbers, a field's name could pass for another's.
+    "json_allowed_escapes": 'nrbtf\\"',
+}
 MAX_CHOICES = 1024
 MAX_GBNF_CHARACTERS = 8192
 """It is translated in Python, in time that grows with the square: 8 Ki characters take a tenth of a second."""
@@ -49,12 +54,12 @@ class StructuralTag(BodyObject):
     @model_validator(mode="after")
     def _check_triggers(self) -> Self:
         if self.format is not None:
-            raise unsupported("structural_tag", "Tags are served as structures and triggers.")
+            raise unsupported(None, "Tags are served as structures and triggers.")
         if not self.structures or not self.triggers:
-            raise refusal("structural_tag", "Needs structures and triggers.")
+            raise refusal(None, "Needs structures and triggers.")
         for structure in self.structures:
             if not any(map(structure.begin.startswith, self.triggers)):
-                raise refusal("structural_tag", f"No trigger begins {structure.begin[:100]!r}.")
+                raise refusal(None, f"No trigger begins {structure.begin[:100]!r}.")
         return self
 
 
@@ -146,8 +151,7 @@ def grammar_of(form: AnswerForm, special_tokens: Iterable[str]) -> Grammar:
             schema = _from_json(value, param) if isinstance(value, str) else value
             if not isinstance(schema, dict):
                 raise InvalidRequestError(f"{param}: must be a schema.", param=param)
-            whole = schema | {"x-guidance": _JSON_OPTIONS}
-            text = LLMatcher.grammar_from_json_schema(json.dumps(whole))
+            text = LLMatcher.grammar_from_json_schema(json.dumps(_with_options(schema)))
             return Grammar(text=text, schemas=((param, schema),), param=param)
         case "regex":
             return Grammar(text=LLMatcher.grammar_from_regex(str(value)), schemas=(), param=param)
@@ -156,9 +160,7 @@ def grammar_of(form: AnswerForm, special_tokens: Iterable[str]) -> Grammar:
             lark = "start: " + " | ".join(map(json.dumps, value))
             return Grammar(text=LLMatcher.grammar_from_lark(lark), schemas=(), param=param)
         case "grammar":
-            lark = _lark(str(value), param)
-            text, schemas = LLMatcher.grammar_from_lark(lark), tuple(_schemas_in(lark, param))
-            return Grammar(text=text, schemas=schemas, param=param)
+            return _lark_grammar(_lark(str(value), param), param)
         case "structural_tag":
             return _tag_grammar(_as_tag(value, param), param, set(special_tokens))
 
@@ -197,15 +199,15 @@ cut otherwise.
 """
 
 
-def _schemas_in(lark: str, param: str) -> Iterable[tuple[str, JsonValue]]:
-    """The JSON schemas that a grammar embeds after `%json`."""
+def _lark_grammar(lark: str, param: str) -> Grammar:
+    """Of a grammar in Lark's notation. The JSON schemas that it embeds after `%json` are held to like all others."""
     decoder = json.JSONDecoder()
-    number = place = 0
+    schemas: list[tuple[str, JsonValue]] = []
+    text, place, copied = "", 0, 0
     while (piece := _LARK_PIECES.search(lark, place)) is not None:
         place, directive = piece.end(), piece["json"]
         if directive is None:
             continue
-        number += directive == "%json"
         blank = _BLANK.match(lark, place)
         assert blank is not None
         begin = blank.end()
@@ -218,7 +220,20 @@ def _schemas_in(lark: str, param: str) -> Iterable[tuple[str, JsonValue]]:
                 f"{param}: after {directive}: {error}", param=param
             ) from error
         if directive == "%json":
-            yield f"{param}.%json {number}", _from_json(lark[begin:place], param)
+            schema = _from_json(lark[begin:place], param)
+            assert isinstance(schema, dict)
+            schemas.append((f"{param}.%json {len(schemas) + 1}", schema))
+            text += lark[copied:begin] + json.dumps(_with_options(schema))
+            copied = place
+    return Grammar(
+        text=LLMatcher.grammar_from_lark(text + lark[copied:]), schemas=tuple(schemas), param=param
+    )
+
+
+def _with_options(schema: JsonObject) -> JsonObject:
+    whole = spelt_out(schema)
+    assert isinstance(whole, dict)
+    return whole | {"x-guidance": _JSON_OPTIONS}
 
 
 _SPECIAL = re.compile(r"<[^<>\s]+>")
@@ -242,7 +257,7 @@ def _tag_grammar(tag: StructuralTag, param: str, special_tokens: set[str]) -> Gr
     schemas: list[tuple[str, JsonValue]] = []
     for place, structure in enumerate(structures):
         schemas.append((f"{param}.structures[{place}].schema", structure.schema_))
-        grammar = structure.schema_ | {"x-guidance": _JSON_OPTIONS}
+        grammar = _with_options(structure.schema_)
         trigger = next(t for t in triggers if structure.begin.startswith(t))
         tags.append(
             StructTag(trigger=trigger, begin=structure.begin, grammar=grammar, end=structure.end)

@@ -6,7 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from functools import cache
+from struct import Struct
+from typing import Self, TypeVar
+
+import msgspec
 
 from baton.clock import Clock
 from baton.errors import EngineError, OverloadedError
@@ -20,16 +24,47 @@ from router.text.token_bytes import TokenDecoder
 
 _Item = TypeVar("_Item")
 
+_KEPT_TOGETHER = 1024
+"""Tokens and characters of a choice that are kept in one delta for a reply that is written at the end."""
+
 _BEGUN_AT_ONCE = 8
 """Generations of one request that are begun before the event loop runs again: to admit and place one takes up to a millisecond."""
 
 
-@dataclass(slots=True, eq=False)
-class LoggedToken:
-    """A token with log-probabilities and where in the choice's text it begins."""
+class LoggedToken(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A token with its log-probabilities, packed. A reply may hold tens of thousands of them until it is written, and what Python's
+    garbage collector would look at holds the event loop up: this is one object that it passes over, in the place of five.
 
-    sample: TokenSample
+    Attributes:
+        token: Its id.
+        text_offset: Where in the choice's text it begins.
+        logprob: Its own.
+        packed_top: Ids of the likeliest tokens in its place, likeliest first, and their log-probabilities.
+    """
+
+    token: int
     text_offset: int
+    logprob: float
+    packed_top: bytes
+
+    @classmethod
+    def of(cls, token: int, known: TokenLogprobs, text_offset: int) -> Self:
+        """The same, packed."""
+        columns = _columns(len(known.top_tokens))
+        packed = columns.pack(*known.top_tokens, *known.top_logprobs)
+        return cls(token, text_offset, known.logprob, packed)
+
+    def top(self, count: int) -> Iterator[tuple[int, float]]:
+        """The `count` likeliest tokens, or as many as are known."""
+        known = len(self.packed_top) // _columns(1).size
+        columns = _columns(known).unpack(self.packed_top)
+        return zip(columns[:known][:count], columns[known:][:count], strict=True)
+
+
+@cache
+def _columns(count: int) -> Struct:
+    """So many ids, and as many log-probabilities."""
+    return Struct(f"<{count}I{count}d")
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +77,13 @@ class Delta:
     logged: list[LoggedToken] = field(default_factory=list)
     finish: FinishReason | None = None
     stop: str | None = None
+
+    def extend(self, later: "Delta") -> None:
+        """Takes what the same choice gained after it."""
+        self.text += later.text
+        self.tokens += later.tokens
+        self.logged += later.logged
+        self.finish, self.stop = later.finish, later.stop
 
 
 class Choice:
@@ -92,7 +134,8 @@ class Choice:
         self.num_tokens += 1
         self._tokens.append(sample.token)
         if sample.logprobs is not None:
-            self._logged.append(LoggedToken(sample, self._decoded_length))
+            logged = LoggedToken.of(sample.token, sample.logprobs, self._decoded_length)
+            self._logged.append(logged)
         if sample.finish is not FinishReason.STOP or self._shows_stop:
             self._show(self._decoder.push(sample.token))
         if sample.finish is not None:
@@ -126,6 +169,14 @@ class Choice:
             return
         watched = self.num_tokens > self._min_tokens
         self._text += self._stops.push(text) if watched else text
+
+
+def keep(kept: list[Delta], delta: Delta) -> None:
+    """Adds what a choice gained to what it had gained before, in few objects however many tokens there are."""
+    if kept and len(kept[-1].tokens) + len(kept[-1].text) < _KEPT_TOGETHER:
+        kept[-1].extend(delta)
+    else:
+        kept.append(replace(delta, tokens=list(delta.tokens), logged=list(delta.logged)))
 
 
 def token_ids(deltas: Sequence[Delta]) -> list[int]:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as Metric
 
 from baton.clock import Clock, MonotonicClock
+from baton.config.rules import MAX_GRAMMAR_BYTES
 from baton.config.schema import GrammarConfig
 from baton.errors import InvalidRequestError, OverloadedError, RateLimitedError
 from baton.grammar import parser_limits, reason_of
@@ -24,7 +25,7 @@ from router.generation.answer_form import AnswerForm, Grammar, StructuralTag, gr
 from router.generation.json_schema import SchemaPart, checked_parts
 from router.limits.local import BucketSize, TokenBucket
 
-_MAX_PATTERNS_LOOKED_AT = 64
+_MAX_LOOKED_AT = 64
 _FORGET_ABOVE = 1024
 """Tenants; then those that owe nothing are forgotten."""
 
@@ -174,6 +175,11 @@ class GrammarChecker:
         outcome: str | InvalidRequestError
         try:
             grammar = grammar_of(form, self._special)
+            if len(grammar.text) > MAX_GRAMMAR_BYTES:
+                raise InvalidRequestError(
+                    f"{form.param}: longer than {MAX_GRAMMAR_BYTES} characters, with what its formats stand for.",
+                    param=form.param,
+                )
             self._check(grammar)
             outcome = grammar.text
         except InvalidRequestError as error:
@@ -188,7 +194,7 @@ class GrammarChecker:
         ]
         fault = LLMatcher.validate_grammar(grammar.text, limits=self._limits)
         if fault and not fault.startswith("WARNING"):
-            path = _faulty_pattern(parts) or grammar.param
+            path = _faulty_keyword(parts, fault) or grammar.param
             raise InvalidRequestError(f"{path}: {reason_of(fault)}", param=grammar.param)
 
 
@@ -197,15 +203,25 @@ def _digest(form: AnswerForm) -> bytes:
     return blake2b(json.dumps([form.kind, value]).encode(), digest_size=16).digest()
 
 
-def _faulty_pattern(parts: list[SchemaPart]) -> str | None:
-    """Where the first regular expression stands that is none, if one is why a schema was refused."""
-    patterns = [
-        (f"{part.path}.pattern", pattern)
-        for part in parts
-        if isinstance(pattern := part.schema.get("pattern"), str)
-    ]
-    for path, pattern in patterns[:_MAX_PATTERNS_LOOKED_AT]:
-        if LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(pattern)):
+_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
+
+def _faulty_keyword(parts: list[SchemaPart], fault: str) -> str | None:
+    """Where the first keyword stands that llguidance refuses alone, if one is why a schema was refused."""
+    alone: list[tuple[str, str]] = []
+    for part in parts:
+        if isinstance(pattern := part.schema.get("pattern"), str):
+            alone.append((f"{part.path}.pattern", LLMatcher.grammar_from_regex(pattern)))
+        for keyword in _LIMITS:
+            if keyword in part.schema:
+                limit = json.dumps({"type": "number", keyword: part.schema[keyword]})
+                alone.append((f"{part.path}.{keyword}", LLMatcher.grammar_from_json_schema(limit)))
+        if fault.startswith("Resource "):
+            for keyword in part.schema.keys() & {"$ref", "$schema"}:
+                lone = json.dumps({keyword: part.schema[keyword]})
+                alone.append((f"{part.path}.{keyword}", LLMatcher.grammar_from_json_schema(lone)))
+    for path, grammar in alone[:_MAX_LOOKED_AT]:
+        if LLMatcher.validate_grammar(grammar):
             return path
     return None
 

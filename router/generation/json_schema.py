@@ -2,6 +2,7 @@
 keywords that it knows and does not enforce, but passes over those that it does not know.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -109,6 +110,24 @@ _FORMATS = frozenset(
 _TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "integer"})
 
 
+_REAL_DATE = (
+    r"^(....-(0[13-9]|1|02-([01]|2[0-8]))|(..(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-)",
+    r"^\d*[1-9]\d*-",
+)
+_REAL_TIME = (r":[0-5]\d[.zZ+-]",)
+_SPELT_OUT: Mapping[str, tuple[str, ...]] = {
+    "date": _REAL_DATE,
+    "time": _REAL_TIME,
+    "date-time": _REAL_DATE + _REAL_TIME,
+    "email": (r"^[^@]{1,64}@",),
+}
+"""What llguidance's regular expressions of these formats allow and should not: a 29th of February in any year, a year 0, leap
+seconds anywhere (few readers take one at all), longer names of mailboxes than there are.
+"""
+_UNSPEAKABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that JSON writes by their number alone; answers have no such escapes, since any name could be written so."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaPart:
     """A schema within a schema."""
@@ -149,6 +168,26 @@ def checked_parts(
         left.extend(reversed(inner))
 
 
+def spelt_out(schema: JsonValue) -> JsonValue:
+    """The same schema with patterns for what llguidance leaves out of some formats."""
+    if not isinstance(schema, dict):
+        return schema
+    copy = dict(schema)
+    for keyword, value in schema.items():
+        kind = _ENFORCED.get(keyword)
+        if kind is _NAMED_SCHEMAS and isinstance(value, dict):
+            copy[keyword] = {name: spelt_out(part) for name, part in value.items()}
+        elif kind in (_SCHEMAS, _ITEMS) and isinstance(value, list):
+            copy[keyword] = [spelt_out(part) for part in value]
+        elif kind in (_SCHEMA, _ITEMS):
+            copy[keyword] = spelt_out(value)
+    named, others = schema.get("format"), copy.get("allOf", [])
+    if isinstance(named, str) and named in _SPELT_OUT and isinstance(others, list):
+        spelt: list[JsonValue] = [{"pattern": pattern} for pattern in _SPELT_OUT[named]]
+        copy["allOf"] = others + spelt
+    return copy
+
+
 def _check(schema: Mapping[str, JsonValue], path: str, param: str) -> None:
     for keyword, value in schema.items():
         kind = _ENFORCED.get(keyword)
@@ -163,6 +202,10 @@ def _check(schema: Mapping[str, JsonValue], path: str, param: str) -> None:
     reference = schema.get("$ref")
     if isinstance(reference, str) and "://" in reference:
         raise _unsupported(f"{path}.$ref", "no schema is fetched from elsewhere", param)
+    for keyword in ("const", "enum", "properties", "required"):
+        if any(map(_UNSPEAKABLE.search, _texts(schema.get(keyword), keyword == "properties"))):
+            why = "no answer has control characters that JSON writes by number"
+            raise _unsupported(f"{path}.{keyword}", why, param)
     if _asks_for_more_fields(schema):
         why = "no answer can be held to more fields than are required: one may come twice"
         raise _unsupported(f"{path}.minProperties", why, param)
@@ -170,6 +213,19 @@ def _check(schema: Mapping[str, JsonValue], path: str, param: str) -> None:
     for name in types if isinstance(types, list) else [types]:
         if name not in _TYPES:
             raise InvalidRequestError(f"{path}.type: there is no type {name!r:.100}.", param=param)
+
+
+def _texts(value: JsonValue, only_names: bool) -> Iterator[str]:
+    """All in a value; or the names of its fields."""
+    left = list(value) if only_names and isinstance(value, dict) else [value]
+    while left:
+        found = left.pop()
+        if isinstance(found, str):
+            yield found
+        elif isinstance(found, dict):
+            left += [*found, *found.values()]
+        elif isinstance(found, list):
+            left += found
 
 
 def _asks_for_more_fields(schema: Mapping[str, JsonValue]) -> bool:

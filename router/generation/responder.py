@@ -14,7 +14,7 @@ from baton.clock import Clock
 from baton.errors import BatonError
 from baton.telemetry.span_names import operation_of
 from baton.telemetry.tracing import Tracer
-from router.generation.generation_run import Choice, Delta, GenerationRun, merged
+from router.generation.generation_run import Choice, Delta, GenerationRun, keep, merged
 from router.generation.guardrails import checked_deltas
 from router.generation.sampling import SamplingBody
 from router.guardrails.chain import GuardChain
@@ -196,7 +196,7 @@ async def _collect(deltas: AsyncGenerator[list[Delta], None]) -> list[list[Delta
     async with aclosing(deltas) as batches:
         async for batch in batches:
             for delta in batch:
-                by_choice[delta.index].append(delta)
+                keep(by_choice[delta.index], delta)
     return [by_choice[index] for index in sorted(by_choice)]
 
 

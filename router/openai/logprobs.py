@@ -7,9 +7,9 @@ from itertools import accumulate, chain, islice
 
 import msgspec
 
-from baton.generation import TokenLogprobs, TokenSample
+from baton.generation import TokenLogprobs
 from router.generation.generation_run import LoggedToken
-from router.http.streaming import json_array
+from router.http.streaming import json_array, json_array_pieces
 from router.text.token_bytes import PieceTable
 from router.text.tokenizer import Tokenizer
 
@@ -38,19 +38,18 @@ def chat_entries(
     """One `ChatTokenLogprob` per token, each with its `count` likeliest; called by their ids where that is asked for."""
     name = token_id_name if by_id else pieces.text_of
     for token in logged:
-        known = _known(token.sample)
-        entry = _chat_token(token.sample.token, known.logprob, name, pieces)
+        entry = _chat_token(token.token, token.logprob, name, pieces)
         entry["top_logprobs"] = [
-            _chat_token(i, logprob, name, pieces) for i, logprob in known.top(count)
+            _chat_token(i, logprob, name, pieces) for i, logprob in token.top(count)
         ]
         yield entry
 
 
 async def chat_logprobs(
     logged: Iterable[LoggedToken], count: int, pieces: PieceTable, *, by_id: bool = False
-) -> bytes:
-    """The JSON array of these."""
-    return await json_array(chat_entries(logged, count, pieces, by_id=by_id), _AT_ONCE)
+) -> list[bytes]:
+    """The JSON array of these, in pieces."""
+    return await json_array_pieces(chat_entries(logged, count, pieces, by_id=by_id), _AT_ONCE)
 
 
 def _chat_token(token_id: int, logprob: float, name: TokenName, pieces: PieceTable) -> Entry:
@@ -104,12 +103,13 @@ def completion_entries(
         offset: Characters that stand before the first of the choice's own.
     """
     encode = msgspec.json.encode
-    drawn = [(token.sample.token, _known(token.sample)) for token in logged]
     return CompletionColumns(
         text_offset=encode([offset + token.text_offset for token in logged]),
-        token_logprobs=encode([finite(known.logprob) for _, known in drawn]),
-        tokens=encode([name(token) for token, _ in drawn]),
-        top_logprobs=encode([_tops(token, known, count, name) for token, known in drawn]),
+        token_logprobs=encode([finite(token.logprob) for token in logged]),
+        tokens=encode([name(token.token) for token in logged]),
+        top_logprobs=encode(
+            [_tops(token.token, token.logprob, token.top(count), name) for token in logged]
+        ),
     )
 
 
@@ -128,16 +128,13 @@ async def completion_logprobs(
 _LIGHT_AT_ONCE = 4096
 
 
-def _tops(token: int, known: TokenLogprobs, count: int, name: TokenName) -> dict[str, float]:
-    tops = {name(token): finite(known.logprob)}
-    for i, logprob in known.top(count):
+def _tops(
+    token: int, own: float, top: Iterable[tuple[int, float]], name: TokenName
+) -> dict[str, float]:
+    tops = {name(token): finite(own)}
+    for i, logprob in top:
         tops[name(i)] = finite(logprob)
     return tops
-
-
-def _known(sample: TokenSample) -> TokenLogprobs:
-    assert sample.logprobs is not None
-    return sample.logprobs
 
 
 def finite(logprob: float) -> float:
@@ -173,7 +170,7 @@ async def echo_logprobs(
 ) -> CompletionColumns:
     """The prompt's part of a completion's log-probabilities; nothing stands before the first token, so it has none."""
     scored = zip(echo.tokens[1:], scores, strict=True)
-    tops = (_tops(token, score, count, name) for token, score in scored)
+    tops = (_tops(token, score.logprob, score.top(count), name) for token, score in scored)
     logprobs = (finite(score.logprob) for score in scores)
     return CompletionColumns(
         text_offset=await json_array(echo.offsets, _LIGHT_AT_ONCE),

@@ -2,7 +2,7 @@
 
 Two-sided on purpose. ucxx does not offer UCX's one-sided writes to Python, and where no adapter guards memory (TCP) UCX
 carries those out wherever a peer says; `nixl` does them for peers that are trusted. Here the receiver's own thread checks the
-head of each frame against its arena (`ucx_frames.py`) and only then receives the body, right into the pages. So:
+head of each frame against its arena (`frames.py`) and only then receives the body, right into the pages. So:
 
 - a peer writes nothing outside the region whatever it sends: what is not being received does not land;
 - a peer is fenced at once. Each has a UCX worker of its own on the receiver's side, and fencing destroys it, with whatever it

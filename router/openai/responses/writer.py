@@ -7,7 +7,7 @@ import msgspec
 
 from baton.errors import BatonError
 from baton.generation import FinishReason
-from router.generation.generation_run import Delta, GenerationRun, take_logged
+from router.generation.generation_run import Delta, GenerationRun, keep, take_logged
 from router.generation.planner import RequestContext
 from router.http.errors import error_details
 from router.http.streaming import json_text, model_event, named_event
@@ -77,7 +77,7 @@ class ResponseWriter:
 
     def piece(self, delta: Delta) -> bytes:
         """The text, if there is some; the last delta may have none."""
-        self._said.append(delta)
+        keep(self._said, delta)
         if not delta.text and not delta.logged:
             return b""
         count = self._body.num_logprobs
@@ -178,21 +178,21 @@ class ResponseWriter:
             user=body.user,
         )
 
-    async def _logprobs(self, deltas: Sequence[Delta]) -> bytes:
+    async def _logprobs(self, deltas: Sequence[Delta]) -> list[bytes]:
         count = self._body.num_logprobs
         if count is None:
-            return b"[]"
+            return [b"[]"]
         return await chat_logprobs(take_logged(deltas), count, self._pieces)
 
     def _next(self) -> int:
         return next(self._numbers)
 
 
-def _with_logprobs(json: bytes, logprobs: bytes) -> list[bytes]:
+def _with_logprobs(json: bytes, logprobs: Sequence[bytes]) -> list[bytes]:
     """The pieces of `json` with log-probabilities in the place of their empty list. No text of a client's has that sign by sign: within
     JSON's strings a quotation mark has a backslash before it."""
     before, _, after = json.partition(b'"logprobs":[]')
-    return [before, b'"logprobs":', logprobs, after]
+    return [before, b'"logprobs":', *logprobs, after]
 
 
 def _usage(run: GenerationRun) -> ResponseUsage:

@@ -5,17 +5,16 @@ import json
 from typing import Any
 
 import jsonschema_rs
-import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.clock import ManualClock
 from baton.config.schema import GrammarConfig
 from baton.errors import InvalidRequestError, OverloadedError, RateLimitedError
-from baton.grammar import parser_limits
 from baton.telemetry.metrics import new_registry
 from router.generation.answer_form import AnswerForm, StructuralTag, grammar_of
 from router.generation.grammars import GrammarChecker, _Tenant
+from tests.router.generation.random_answers import random_answer
 from tests.router.generation.schemas import INVALID, REFUSED, SCHEMAS
 from tests.router.served import MODEL, serve, tiny_tokenizer
 
@@ -95,28 +94,6 @@ def test_a_form_takes_what_follows_it_and_nothing_else(vocabulary, form, right, 
 def test_between_the_parts_of_json_there_is_not_endless_space(vocabulary):
     assert takes(vocabulary, of("json", SCHEMA), '{"a":' + " " * 32 + "1}")
     assert not takes(vocabulary, of("json", SCHEMA), '{"a":' + " " * 33 + "1}")
-
-
-def random_answer(vocabulary: LLTokenizer, grammar: str, seed: int, most: int) -> bytes | None:
-    """What random logits make of a grammar; None for what has not ended after `most` tokens."""
-    matcher = LLMatcher(vocabulary, grammar, limits=parser_limits(GrammarConfig()), log_level=0)
-    size = vocabulary.vocab_size
-    rng = np.random.default_rng(seed)
-    # What ends something is likelier, so that answers end.
-    ends = [vocabulary.decode_str([token])[-1:] in tuple('"}],0123') for token in range(size)]
-    leaning = np.where(ends, 4.0, 0.0)
-    tokens: list[int] = []
-    for _ in range(most):
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.unpackbits(bits, bitorder="little")[:size].astype(bool)
-        assert not matcher.is_error(), matcher.get_error()
-        scores = np.where(allowed, leaning + rng.gumbel(size=size), -np.inf)
-        token = int(scores.argmax())
-        if token == vocabulary.eos_token:
-            return bytes(vocabulary.decode_bytes(tokens))
-        tokens.append(token)
-        assert matcher.consume_token(token)
-    return None
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -269,11 +246,13 @@ async def test_each_field_s_grammar_is_sent_to_the_workers(path, fields, form):
     ("fields", "param"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": {"type": "structural_tag"}}, "structural_tag"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
         (
             {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
-            "structural_tag",
+            "response_format",
         ),
+        ({"structured_outputs": {"structural_tag": {"triggers": ["<"]}}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs"),
