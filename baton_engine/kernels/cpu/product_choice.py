@@ -127,8 +127,8 @@ def measured(possible: Sequence[Bfloat16Product]) -> Comparison:
     """The comparison of `possible` on this processor: from the cache directory, or made now and put there. Processes that start at the
     same time wait for one of them.
     """
-    path = _cache_directory() / f"products-{_key(possible)}.json"
     try:
+        path = _cache_directory() / f"products-{_key(possible)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock"), timeout=_LOCK_TIMEOUT_S):
             kept = _read(path, possible)
@@ -137,10 +137,7 @@ def measured(possible: Sequence[Bfloat16Product]) -> Comparison:
             comparison = compare(possible)
             _write(path, comparison)
             return comparison
-    except (
-        OSError,
-        TimeoutError,
-    ) as error:  # read-only, as in a container: it is measured at each start
+    except (OSError, RuntimeError) as error:  # read-only, or no home: measured at each start
         logger.info("the comparison of CPU products is not kept: %s", error)
         return compare(possible)
 
