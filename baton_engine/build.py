@@ -8,6 +8,7 @@ import psutil
 import torch
 
 from baton.config.schema import EngineConfig, GrammarConfig, ModelConfig
+from baton.config.speculative import read_speculative
 from baton.errors import ConfigError
 from baton.layout import SPARE_BLOCKS, KvLayout
 from baton_engine.cache.arena import KvArena, PageKernels, page_kernels
@@ -34,7 +35,7 @@ from baton_engine.models.config import (
 )
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.loader import load_decoder
-from baton_engine.ports import ArenaAllocator, GrammarCounts, LayerSink
+from baton_engine.ports import ArenaAllocator, GrammarCounts, LayerSink, SpeculationCounts
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
@@ -42,6 +43,8 @@ from baton_engine.scheduling.scheduler import Scheduler
 
 CPU_BLOCK_TOKENS = 16
 GPU_BLOCK_TOKENS = 64
+_TEXTS_WITH_DRAFTS = 8
+"""A GPU's graphs are captured for so many texts with all their drafts, however few may run."""
 
 Progress = Callable[[str, float | None], None]
 
@@ -56,6 +59,7 @@ class BuiltEngine:
         limits: What it takes.
         page_kernels: Move and check its pages where they lie on a GPU; None otherwise.
         grammar_counts: What its grammars cost; None where it refuses them.
+        speculation_counts: What its drafts come to; None where it makes none.
     """
 
     host: ThreadEngineHost
@@ -63,6 +67,7 @@ class BuiltEngine:
     limits: EngineLimits
     page_kernels: PageKernels | None
     grammar_counts: GrammarCounts | None
+    speculation_counts: SpeculationCounts | None
 
 
 def build_engine(
@@ -125,8 +130,9 @@ def build_engine(
         vocab_size=choice.spec.vocab_size,
         eos_ids=choice.spec.eos_token_ids,
     )
+    scheduler = _scheduler(limits, choice, config, secret)
     host = ThreadEngineHost(
-        _scheduler(limits, choice, config, secret),
+        scheduler,
         ModelRunner(decoder, arena, sink, graphs, one_by_one=apart),
         grammars=grammars,
         ahead=choice.device.type != "cpu" if config.plan_ahead is None else config.plan_ahead,
@@ -137,6 +143,7 @@ def build_engine(
         limits=limits,
         page_kernels=page_kernels(arena),
         grammar_counts=None if grammars is None else grammars.counts,
+        speculation_counts=scheduler.speculation_counts,
     )
 
 
@@ -193,6 +200,7 @@ def _scheduler(
             preemption=config.preemption,
             output_headroom=config.output_headroom,
         ),
+        speculation=read_speculative(config.speculative_config),
     )
 
 
@@ -207,10 +215,18 @@ def _graphs(
         return DecodeGraphs(
             decoder,
             arena,
-            most_rows=limits.max_running,
+            most_rows=_most_rows(limits, config),
             table_width=limits.num_blocks_for(limits.max_model_len),
             backend=CudaGraphs(),
         )
+
+
+def _most_rows(limits: EngineLimits, config: EngineConfig) -> int:
+    """Of a step that is repeated from a graph: drafts have rows of their own, and pay where few texts are decoded."""
+    speculation = read_speculative(config.speculative_config)
+    if speculation is None:
+        return limits.max_running
+    return max(limits.max_running, _TEXTS_WITH_DRAFTS * (1 + speculation.num_speculative_tokens))
 
 
 def _block_tokens(device: torch.device) -> int:

@@ -72,6 +72,16 @@ class MatcherConstraint:
         self._counts.masks += 1
         self._counts.mask_s += perf_counter() - begun_s
 
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """See TokenConstraint."""
+        if self.fault is not None:
+            return 0
+        try:
+            return self._matcher.validate_tokens(list(tokens))
+        except BaseException as error:  # noqa: BLE001 - likewise
+            self._break(error)
+            return 0
+
     @property
     def fault(self) -> BatonError | None:
         """See TokenConstraint."""

@@ -78,9 +78,10 @@ class StepTimes:
         seconds = now_s - max(begun_s, self._over_s)
         self._over_s = now_s
         if all(row.num_tokens == 1 for row in plan.rows):
+            texts = [row for row in plan.rows if not row.draft]
             self._decode_s = seconds
-            self._decode_sequences = len(plan.rows)
-            self._decode_context_tokens = sum(row.start + 1 for row in plan.rows)
+            self._decode_sequences = len(texts)
+            self._decode_context_tokens = sum(row.start + 1 for row in texts)
         return seconds
 
     def put_into(self, load: WorkerLoad) -> WorkerLoad:
@@ -325,6 +326,8 @@ class EngineLoop:
         """Only once all rows are computed: failing one sample takes the pages of its siblings."""
         events: list[SeqEvent] = []
         for place, error in result.failed:
+            if plan.rows[place].draft:
+                continue  # its token is computed again if the text comes to it
             seq = plan.rows[place].seq
             if failed := self._scheduler.fail(seq, error):
                 logger.error("sequence %s failed in step %d: %s", seq.seq_id, plan.step, error)

@@ -141,7 +141,7 @@ SeqEvent = PrefillStarted | Reserved | PromptComputed | Released | Failed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """Tokens drawn in one step, as columns of equal length: entry i of each describes one token. At most one per sample.
+    """Tokens drawn in one step, as columns of equal length: entry i of each describes one token. Several of one sample stand in the order of its text.
 
     Attributes:
         seq_ids: Whose they are. The first tokens of a prompt's samples stand next to each other.

@@ -1,7 +1,7 @@
 """What the engine needs from outside, and what it offers to a service."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -115,6 +115,9 @@ class TokenConstraint(Protocol):
             bits: `[vocab / 32]`, contiguous.
         """
 
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """With how many leading ones of `tokens`, none of which ends a text, the sample could go on. Changes nothing."""
+
     @property
     def fault(self) -> BatonError | None:
         """Why the sample cannot go on: its grammar is too complex at this place, or was broken; None while it can."""
@@ -143,6 +146,23 @@ class GrammarCounts:
     masks: int = 0
     mask_s: float = 0.0
     faults: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class SpeculationCounts:
+    """Drafts of a worker since it started. Written by the engine's thread, read from any.
+
+    Attributes:
+        drafts: How often drafts of a sequence were computed in a step.
+        draft_tokens: How many these were.
+        accepted_tokens: Those that were accepted.
+        accepted_per_position: The same by their place behind the text.
+    """
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
 
 
 class GrammarCompiler(Protocol):

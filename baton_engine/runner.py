@@ -195,5 +195,5 @@ class _UnderWay:
 
 def _fault(row: Row) -> BatonError | None:
     """Why the row's draws mean nothing, where its grammar is why."""
-    constraint = row.seq.constraint
+    constraint = row.constraint
     return None if constraint is None or not row.samples else constraint.fault

@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from baton.config.schema import EngineConfig, ModelConfig, SimulatedConfig
+from baton.config.speculative import read_speculative
 from baton.generation import TokenLogprobs
 from baton.ids import LayerName
 from baton.layout import SPARE_BLOCKS, KvLayout
@@ -205,6 +206,7 @@ def build_simulated(
             preemption=config.preemption,
             output_headroom=config.output_headroom,
         ),
+        speculation=read_speculative(config.speculative_config),
     )
     runner = SimulatedRunner(speed, vocab_size=vocab_size, sink=sink)
     return SimulatedEngine(host=ThreadEngineHost(scheduler, runner), layout=layout, limits=limits)

@@ -185,8 +185,9 @@ def _open(
 
 
 def _words(error: Exception) -> str:
-    """vLLM's own, in one line."""
-    return " ".join(str(error).split())[:500] or type(error).__name__
+    """vLLM's own, in one line, without what pydantic says of its arguments."""
+    said = " ".join(str(error).split()).partition(" [type=")[0]
+    return said[:500] or type(error).__name__
 
 
 def _page_spec(core: Any) -> Any:

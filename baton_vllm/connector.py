@@ -141,11 +141,10 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self,
         request: Any,
         blocks: Any,
-        num_external_tokens: int,
+        num_external_tokens: int,  # noqa: ARG002
     ) -> None:
         """A request has blocks."""
-        if num_external_tokens:
-            self._hand_offs.allocated(SeqId(request.request_id), blocks.get_block_ids()[0])
+        self._hand_offs.allocated(SeqId(request.request_id), blocks.get_block_ids()[0])
 
     def build_connector_meta(self, scheduler_output: Any) -> BatonConnectorMetadata:
         """The next step is decided."""

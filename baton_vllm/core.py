@@ -31,6 +31,7 @@ _FINISH = {
     VllmFinish.LENGTH: FinishReason.LENGTH,
     VllmFinish.ABORT: FinishReason.ABORT,
 }
+_PAUSE_S = 0.001
 
 
 class ToldScheduler(Scheduler):
@@ -153,6 +154,8 @@ class VllmCore:
         self._core.scheduler.told = scheduled
         outputs, is_executed = self._core.step_fn()
         self._core.post_step(model_executed=is_executed)
+        if not is_executed and self.has_work():
+            time.sleep(_PAUSE_S)  # as vLLM does; a grammar is compiled meanwhile
         told: list[CoreOutput] = []
         for client in (outputs or {}).values():
             self._counts.stepped(client)

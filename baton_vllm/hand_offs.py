@@ -88,6 +88,7 @@ class VllmHandOffs:
         self._sequences: dict[SeqId, _Sequence] = {}
         self._events: list[SeqEvent] = []
         self._exports: list[PageExport] = []
+        self._one_waits = False
 
     def use_blocks_of(self, block_tokens: int) -> None:
         """So many tokens are in a block; vLLM decides it when it allocates its cache."""
@@ -160,31 +161,38 @@ class VllmHandOffs:
 
     def matched_tokens(self, seq_id: SeqId, num_cached: int, num_free: int) -> int | None:
         """How many of a request's tokens come from elsewhere, behind the `num_cached` that this worker's prefix cache has; None for as
-        long as the `num_free` blocks, those included that it shares with requests that run, are too few.
+        long as the `num_free` blocks, those included that it shares with requests that run, are too few, or one before it waits.
 
-        vLLM gives a prompt that is received its own blocks only, and preempts none that waits: were all blocks held by prompts that
-        need one more for their next token, none could ever go on. So room is left for that one of each.
+        What is begun here has to come to its end without waiting for another worker, whose own prompts may wait for this one:
+
+        - vLLM begins a prompt whose blocks are free, though others that have begun need them for their next chunks, and preempts
+          the latest. That one's pages at the receiving worker would be held for as long as this worker's blocks are kept by prompts
+          for which there is no room there.
+        - vLLM gives a prompt that is received its own blocks only, and preempts none that waits: were all blocks held by prompts that
+          need one more for their next token, none could ever go on.
         """
         sequence = self._sequences.get(seq_id)
-        if sequence is None or sequence.state is not _S.WAITING:
+        if sequence is None or sequence.state not in (_S.WAITING, _S.COMPUTING):
             return 0
-        needed = self._num_blocks(sequence.room_tokens) + sum(
-            self._num_blocks(other.room_tokens) - self._num_blocks(other.num_tokens)
-            for other in self._sequences.values()
-            if other.state in (_S.RESERVED, _S.STARTED)
-        )
-        if needed > num_free:
+        sequence.blocks = []  # it has none, or has lost them to another
+        promised = sum(self._promised(other) for other in self._sequences.values())
+        if self._one_waits or self._num_blocks(sequence.room_tokens) + promised > num_free:
+            self._one_waits = True
             return None
+        if sequence.state is _S.COMPUTING:
+            return 0
         sequence.num_cached = num_cached
         return sequence.num_tokens - num_cached
 
     def allocated(self, seq_id: SeqId, blocks: Sequence[int]) -> None:
-        """A request has these blocks, in order."""
+        """A request that waited has these blocks, in order."""
         sequence = self._sequences.get(seq_id)
-        if sequence is None or sequence.state is not _S.WAITING:
+        if sequence is None or sequence.state not in (_S.WAITING, _S.COMPUTING):
+            return
+        sequence.blocks = [BlockId(block) for block in blocks]
+        if sequence.state is _S.COMPUTING:
             return
         sequence.move(_S.RESERVED)
-        sequence.blocks = [BlockId(block) for block in blocks]
         if len(sequence.blocks) != self._num_blocks(sequence.num_tokens):
             raise InvariantError(
                 f"{seq_id} was given {len(blocks)} blocks for {sequence.num_tokens} tokens"
@@ -265,7 +273,7 @@ class VllmHandOffs:
             Requests whose blocks may be used otherwise, having been kept to be sent; and those that wait no more for KV, to go on or,
             where they are over, to give back their blocks.
         """
-        self._exports = []
+        self._exports, self._one_waits = [], False
         sent: set[str] = set()
         received: set[str] = set()
         for sequence in tuple(self._sequences.values()):
@@ -301,6 +309,16 @@ class VllmHandOffs:
             raise InvariantError(f"{sequence.seq_id} computes tokens that it has no blocks for")
         self._exports.append(PageExport(seq_id=sequence.seq_id, first_block=first, blocks=pages))
         sequence.num_exported = end
+
+    def _promised(self, sequence: _Sequence) -> int:
+        """Free blocks that it is going to need."""
+        match sequence.state:
+            case _S.COMPUTING if sequence.blocks:
+                return self._num_blocks(sequence.num_tokens) - len(sequence.blocks)
+            case _S.RESERVED | _S.STARTED:
+                return self._num_blocks(sequence.room_tokens) - len(sequence.blocks)
+            case _:
+                return 0
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)

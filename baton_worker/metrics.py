@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from baton.errors import BatonError
 from baton.generation import WorkerLoad
 from baton.telemetry.metrics import REQUEST_LATENCY_BUCKETS_S
-from baton_engine.ports import GrammarCounts
+from baton_engine.ports import GrammarCounts, SpeculationCounts
 from kv_transfer.ledger.outbox import HandOffDone
 
 
@@ -262,3 +262,32 @@ class GrammarMetrics(Collector):
             ),
         ):
             yield CounterMetricFamily(name, text, value=value)
+
+
+class SpeculationMetrics(Collector):
+    """What became of a worker's drafts, under vLLM's names, read from the engine's own counts.
+
+    Args:
+        counts: The engine's.
+    """
+
+    def __init__(self, counts: SpeculationCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        counts = self._counts
+        for name, text, value in (
+            ("num_drafts", "Times that tokens of a sequence were guessed in a step", counts.drafts),
+            ("num_draft_tokens", "Tokens that were guessed", counts.draft_tokens),
+            ("num_accepted_tokens", "Those of them that were right", counts.accepted_tokens),
+        ):
+            yield CounterMetricFamily(f"vllm:spec_decode_{name}", text, value=value)
+        per_position = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Those that were right, by their place behind the text",
+            labels=["position"],
+        )
+        for position, accepted in enumerate(counts.accepted_per_position):
+            per_position.add_metric([str(position)], accepted)
+        yield per_position

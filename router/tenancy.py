@@ -63,7 +63,7 @@ class Tenancy:
     reloader: TenantReloader | None = None
 
     def story(self, about: str) -> tuple[StoryEntry, ...]:
-        """What limits and circuit did lately about a tenant of this id."""
+        """What a tenant of this id was refused lately, and what its circuit did."""
         return (*self.limiter.story(about), *self.breakers.story(TenantId(about)))
 
 

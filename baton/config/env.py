@@ -44,15 +44,21 @@ def settings(environ: Mapping[str, str] | None = None) -> list[Setting]:
     return found
 
 
-def child_environment(*, num_threads: int, import_path: str | None = None) -> dict[str, str]:
+def child_environment(
+    *, num_threads: int, threads_sleep: bool = False, import_path: str | None = None
+) -> dict[str, str]:
     """What a child process inherits: everything but our settings, which it gets over its lifeline.
 
     Args:
         num_threads: For OpenMP, whose pool is sized before any of our code in the child can speak.
+        threads_sleep: Whether they sleep while they wait for each other, and leave their cores to other processes. By itself OpenMP has
+            them wait busily.
         import_path: Directory to import Baton from when it is not installed.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in PATHS}
     inherited["OMP_NUM_THREADS"] = str(num_threads)
+    if threads_sleep:
+        inherited.setdefault("OMP_WAIT_POLICY", "passive")
     # The router has no torch on purpose; transformers need not advise on it at every start.
     inherited["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     # Its C core tells of every connection that ends well, on standard error and past our logs.

@@ -7,7 +7,7 @@ import difflib
 import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Union, cast, get_args, get_origin
 
 import msgspec
 import yaml
@@ -16,6 +16,7 @@ from baton.config.rules import RULES, contradiction
 from baton.config.schema import BatonConfig
 from baton.config.setting import SECRETS, SECTIONS, TYPES, Setting, section_fields
 from baton.config.sizes import parse_size
+from baton.config.speculative import read_speculative
 from baton.errors import ConfigError
 
 
@@ -34,6 +35,7 @@ def load(
     for source in (read_file(file) if file is not None else (), environment, flags):
         given |= {setting.path: (setting, _convert(setting)) for setting in source}
     _check(given)
+    _check_speculative(given)
     values = {path: value for path, (_, value) in given.items()}
     config = _assemble(_only_hybrid(values) | values)
     if (problem := contradiction(config)) is not None:
@@ -119,6 +121,12 @@ def _convert(setting: Setting) -> object:
             )
     if setting.is_text and isinstance(value, str) and get_origin(declared) is tuple:
         value = [item.strip() for item in value.split(",")]
+    if setting.is_text and isinstance(value, str) and get_origin(declared) is dict:
+        try:
+            value = msgspec.json.decode(value)
+        except msgspec.DecodeError as error:
+            message = f"{setting.source}: expected JSON, got {setting.value!r}"
+            raise ConfigError(message, param=setting.path) from error
     try:
         return msgspec.convert(value, declared, strict=not setting.is_text)
     except msgspec.ValidationError as error:
@@ -152,6 +160,17 @@ def _check(given: dict[str, tuple[Setting, object]]) -> None:
         if value is not None and not rule.holds(value):
             shown = "" if rule.path in SECRETS else f", not {value!r}"
             raise ConfigError(f"{setting.source}: {rule.demand}{shown}", param=rule.path)
+
+
+def _check_speculative(given: dict[str, tuple[Setting, object]]) -> None:
+    """Field by field, since each has limits of its own."""
+    if (found := given.get("engine.speculative_config")) is None:
+        return
+    setting, value = found
+    try:
+        read_speculative(cast("dict[str, object]", value))
+    except ConfigError as error:
+        raise ConfigError(f"{setting.source}: {error}", param=error.param) from error
 
 
 def _only_hybrid(values: dict[str, object]) -> dict[str, object]:

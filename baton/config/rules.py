@@ -315,6 +315,7 @@ _OWN_ENGINE_ONLY = (
     "plan_ahead",
     "preemption",
     "prefill_order",
+    "speculative_config",
     "tbt_target_s",
 )
 """Fields of `EngineConfig` that Baton's own engine alone obeys."""

@@ -70,6 +70,9 @@ class EngineConfig:
             `slo` the one with the longest target of time between tokens.
         output_headroom: Share of the pages that all outputs may still take for which there must be room before another request
             is admitted: at 0 most run at once, at 1 none with a single sample is ever preempted.
+        speculative_config: How workers that decode guess tokens, several of which one step can confirm, in vLLM's JSON names:
+            `{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 3}`. What comes out is
+            the same. Empty for none.
     """
 
     kind: str = "baton"
@@ -93,6 +96,7 @@ class EngineConfig:
     prefill_order: str = "slack"
     preemption: str = "arrival"
     output_headroom: float = 0.0
+    speculative_config: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,6 +146,12 @@ FLAGS: tuple[Flag, ...] = (
         help="the same bits for a request whatever else is computed with it; slower",
     ),
     _flag(
+        "--speculative-config",
+        path="engine.speculative_config",
+        help='guess tokens that one step confirms: {"method": "ngram", "num_speculative_tokens": 5}',
+        metavar="JSON",
+    ),
+    _flag(
         "--tbt-target",
         path="engine.tbt_target_s",
         help="seconds between tokens that are kept while prompts are computed beside them",

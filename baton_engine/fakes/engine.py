@@ -107,8 +107,8 @@ class FakeRunner:
         if seq.seq_id in self.failing:
             raise EngineError(f"sequence {seq.seq_id} was told to fail")
         kv = self._read(seq.blocks, row.start - 1) if row.start else 0
-        for position in range(row.start, row.start + row.num_tokens):
-            kv = _mix(kv, seq.tokens[position])
+        for position, token in enumerate(row.computed, row.start):
+            kv = _mix(kv, token)
             page, slot = divmod(position, self._block_tokens)
             self.pages[seq.blocks[page]][slot] = kv
         return [_mix(kv, ~sample) % self._vocab_size for sample in row.samples]

@@ -145,9 +145,10 @@ class InputBuilder:
 
     def _check(self, row: Row, *, num_unseen: int) -> None:
         end = row.start + row.num_tokens
-        if row.num_tokens < 1 or row.start < 0 or end > len(row.seq.tokens) + num_unseen:
+        known = len(row.seq.tokens) + len(row.draft)
+        if row.num_tokens < 1 or row.start < 0 or end > known + num_unseen:
             raise EngineError(
-                f"row of {row.seq.seq_id} asks for tokens {row.start} to {end} of {len(row.seq.tokens)}"
+                f"row of {row.seq.seq_id} asks for tokens {row.start} to {end} of {known}"
             )
         if len(row.seq.blocks) * self._block_tokens < end:
             raise EngineError(
@@ -161,7 +162,7 @@ class InputBuilder:
         begin = 0
         for row in rows:
             end, stop = begin + row.num_tokens, row.start + row.num_tokens
-            known = row.seq.tokens[row.start : stop]  # all but one that is unseen
+            known = row.computed  # all but one that is unseen
             self._tokens[begin : begin + len(known)] = known
             self._positions[begin:end] = np.arange(row.start, stop)
             begin = end

@@ -110,16 +110,16 @@ def collect_changes(
         params, seq = row.seq.params, row.seq
         if not _changes_scores(params):
             continue
-        length = row.start + row.num_tokens
+        text, length = row.text, row.start + row.num_tokens
         if params.repetition_penalty != 1.0:
             # A token that stands there twice is read twice before it is written, both times the same.
-            repeated.add(i, seq.tokens[:length], params.repetition_penalty)
+            repeated.add(i, text[:length], params.repetition_penalty)
         if (params.presence_penalty or params.frequency_penalty) and length > seq.prompt_len:
-            ids, counts = np.unique(seq.tokens[seq.prompt_len : length], return_counts=True)
+            ids, counts = np.unique(text[seq.prompt_len : length], return_counts=True)
             penalised.add(i, ids, -params.presence_penalty - params.frequency_penalty * counts)
         if params.logit_bias:
             biased.add(i, params.logit_bias.keys(), params.logit_bias.values())
-        tokens = completing_tokens(params.bad_words, seq.tokens, seq.prompt_len, length)
+        tokens = completing_tokens(params.bad_words, text, seq.prompt_len, length)
         if length - seq.prompt_len < params.min_tokens:
             tokens |= {*eos_token_ids, *params.stop_token_ids}
         if seq.constraint is not None:

@@ -39,12 +39,12 @@ def collect_masks(
         vocab_size: Of the scores.
         staged: Takes the masks to the device.
     """
-    places = [i for i, row in enumerate(rows) if row.seq.constraint is not None]
+    places = [i for i, row in enumerate(rows) if row.constraint is not None]
     if not places:
         return None
     words = np.empty((len(places), -(-vocab_size // _WORD_BITS)), np.uint32)
     for mask, place in zip(words, places, strict=True):
-        constraint = rows[place].seq.constraint
+        constraint = rows[place].constraint
         assert constraint is not None
         constraint.fill(mask)
         _hold_back(mask, held_back[place], vocab_size)

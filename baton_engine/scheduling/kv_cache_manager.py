@@ -132,6 +132,22 @@ class KvCacheManager:
         sequence.shares_tail = False
         return True
 
+    def append_lookahead(self, sequence: Sequence, count: int) -> int:
+        """Gives up to `count` tokens that are guessed behind a running sequence places, as many as there are pages for; returns how
+        many. `drop_lookahead` gives back what is not needed for its text then.
+        """
+        size, length = self.block_tokens, len(sequence.tokens)
+        num_fresh = -(-(length + count) // size) - len(sequence.blocks)
+        fresh = self.blocks.take((), min(max(0, num_fresh), self.blocks.num_available)) or []
+        sequence.blocks += fresh
+        return min(count, len(sequence.blocks) * size - length)
+
+    def drop_lookahead(self, sequence: Sequence) -> None:
+        """Gives back the pages that the text of a running sequence does not reach."""
+        num_needed = -(-len(sequence.tokens) // self.block_tokens)
+        self.blocks.release(sequence.blocks[num_needed:])
+        del sequence.blocks[num_needed:]
+
     def append_slots_ahead(self, sequences: Iterable[Sequence]) -> bool:
         """Gives each of those that decode a place for the token after its last one, which is being drawn; all or nothing."""
         needy = [

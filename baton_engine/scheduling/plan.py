@@ -9,7 +9,7 @@ from baton.errors import BatonError
 from baton.generation import TokenLogprobs
 from baton.ids import BlockId
 from baton.pages import FetchOutcome, PageFetch
-from baton_engine.ports import KvSource, PageExport
+from baton_engine.ports import KvSource, PageExport, TokenConstraint
 from baton_engine.scheduling.request import Sequence
 
 
@@ -23,6 +23,9 @@ class Row:
         num_tokens: How many of `seq.tokens` from `start` on are computed: 1 in decode, a chunk in prefill.
         samples: Sample indices to draw from the last token's logits; empty for a chunk that does not end the prompt.
         num_scored: After so many of the row's tokens the log-probability of the prompt token that follows is wanted.
+        draft: Guessed tokens behind those of the sequence (`speculation`), the last of which is the one token that this row computes.
+            The row before it computes the one before it.
+        constraint_after: Of the sequence's constraint, a copy that has read `draft` too.
     """
 
     seq: Sequence
@@ -30,6 +33,24 @@ class Row:
     num_tokens: int
     samples: tuple[int, ...]
     num_scored: int = 0
+    draft: tuple[int, ...] = ()
+    constraint_after: TokenConstraint | None = None
+
+    @property
+    def text(self) -> list[int]:
+        """The sequence's tokens, and those that are guessed behind them as far as the row computes them."""
+        return [*self.seq.tokens, *self.draft] if self.draft else self.seq.tokens
+
+    @property
+    def computed(self) -> SequenceOf[int]:
+        """The tokens that the row computes, but for one that the device alone knows."""
+        stop = self.start + self.num_tokens
+        return self.draft[-1:] if self.draft else self.seq.tokens[self.start : stop]
+
+    @property
+    def constraint(self) -> TokenConstraint | None:
+        """What the row's draws must follow."""
+        return self.constraint_after if self.draft else self.seq.constraint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +59,7 @@ class StepPlan:
 
     Attributes:
         step: Its number.
-        rows: Decodes first, then prefill chunks.
+        rows: Decodes first, then drafts, then prefill chunks.
         copies: Pages (source, target) to copy in every layer before anything is computed (copy on write).
         exports: Prefilled pages that leave this engine, told to the layer sink after each layer.
         fetches: Pages whose KV is brought while the step runs: a layer's before that layer reads them.

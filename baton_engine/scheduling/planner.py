@@ -23,6 +23,7 @@ from baton_engine.scheduling.plan import Row, StepPlan
 from baton_engine.scheduling.prefill_budget import PrefillBudget, PrefillBudgets
 from baton_engine.scheduling.queues import SequenceQueues
 from baton_engine.scheduling.request import Sequence, State
+from baton_engine.scheduling.speculation import Speculator, StepLoad, draft_rows
 from baton_engine.scheduling.step_cost import StepCost
 
 
@@ -35,6 +36,7 @@ class StepPlanner:
         cache: Gives the pages.
         policy: Orders and bounds.
         cost: Predicts steps.
+        speculator: Guesses tokens; None where steps compute none that are guessed.
 
     Attributes:
         admission: Admits what waits.
@@ -49,6 +51,7 @@ class StepPlanner:
         *,
         policy: SchedulingPolicy,
         cost: StepCost,
+        speculator: Speculator | None = None,
     ) -> None:
         self._limits = limits
         self._queues = queues
@@ -60,18 +63,20 @@ class StepPlanner:
             queues, cache, self._prefill_order, policy.output_headroom
         )
         self.preemptions = 0
+        self._speculator = speculator
 
     def draft(self) -> "tuple[StepDraft, list[SeqEvent]]":
         """The next step, and the events to emit before it runs; it has no sequences if nothing can run."""
         copies = self._append_slots()
         running = self._queues.running
+        drafts = self._drafts(running)
         draft = StepDraft(
             self._limits.max_num_batched_tokens,
-            self._budgets.budget(running),
+            self._budgets.budget(running, drafts),
             block_tokens=self._limits.block_tokens,
         )
         draft.copies += copies
-        draft.add_decodes(running)
+        draft.add_decodes(running, drafts)
         events = self._add_chunks(draft)
         return draft, events + self.admission.admit(draft)
 
@@ -91,6 +96,24 @@ class StepPlanner:
             while sequence.state is State.RUNNING and not self._cache.append_slot(sequence, copies):
                 self._preempt_last(for_=sequence)
         return copies
+
+    def _drafts(self, running: SequenceOf[Sequence]) -> list[Row]:
+        """Guessed tokens that are worth computing beside what runs, where pages and token budget are left. A page of tokens is kept for
+        prompts.
+        """
+        if self._speculator is None:
+            return []
+        rows: list[Row] = []
+        load = StepLoad.of(running)
+        room = self._limits.max_num_batched_tokens - len(running) - self._limits.block_tokens
+        for sequence in running:
+            if room <= len(rows):
+                break
+            chosen = self._speculator.choose(sequence, load)[: room - len(rows)]
+            if chosen and (count := self._cache.append_lookahead(sequence, len(chosen))):
+                self._speculator.planned(sequence, count)
+                rows += draft_rows(sequence, chosen[:count])
+        return rows
 
     def _preempt_last(self, *, for_: Sequence) -> None:
         victim = self._queues.preemption_victim(self._preemption_order)
@@ -254,14 +277,15 @@ class StepDraft:
         """Those whose prompts get a chunk."""
         return self.sequences[self._num_decodes :]
 
-    def add_decodes(self, running: SequenceOf[Sequence]) -> None:
-        """One token for each running sequence."""
+    def add_decodes(self, running: SequenceOf[Sequence], drafts: SequenceOf[Row]) -> None:
+        """One token for each running sequence, and those that are guessed behind them."""
         self._rows += [
             Row(seq=s, start=s.num_computed, num_tokens=1, samples=s.samples) for s in running
         ]
-        self.sequences += running
-        self._num_decodes = len(running)
-        self.tokens_left -= len(running)
+        self._rows += drafts
+        self.sequences += [*running, *(row.seq for row in drafts)]
+        self._num_decodes = len(self._rows)
+        self.tokens_left -= len(self._rows)
 
     def add_chunk(self, sequence: Sequence) -> None:
         """As much of a prompt as the budgets have left, if `takes_chunks`; its last chunk draws the first tokens. What it fetches

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 
+from baton_engine.scheduling.plan import Row
 from baton_engine.scheduling.request import Sequence
 from baton_engine.scheduling.step_cost import StepCost
 
@@ -62,13 +63,15 @@ class PrefillBudgets:
         self._tbt_s = tbt_s
         self._floor_tokens = floor_tokens
 
-    def budget(self, running: SequenceOf[Sequence]) -> PrefillBudget:
-        """For a step in which these decode. Without a target, or before any prompt was measured, there is no bound."""
+    def budget(self, running: SequenceOf[Sequence], drafts: SequenceOf[Row] = ()) -> PrefillBudget:
+        """For a step in which these decode, with these drafts. Without a target, or before any prompt was measured, there is no bound."""
         target_s = self._target_s(running)
         if target_s is None or not self._cost.knows_prompts:
             return PrefillBudget(self._cost)
         context = sum(sequence.num_computed + 1 for sequence in running)
-        taken_s = self._cost.decodes_s(len(running), context) + self._cost.prompts_s(1, 0)
+        context += sum(row.start + 1 for row in drafts)
+        num_rows = len(running) + len(drafts)
+        taken_s = self._cost.decodes_s(num_rows, context) + self._cost.prompts_s(1, 0)
         left_s = _MARGIN * target_s - taken_s
         return PrefillBudget(self._cost, seconds=left_s, floor_tokens=self._floor_tokens)
 

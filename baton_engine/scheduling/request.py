@@ -12,6 +12,7 @@ from baton.ids import BlockId, BlockKey, LegKind, SeqId
 from baton.pages import PageFetch
 from baton_engine.messages import AddRequest
 from baton_engine.ports import TokenConstraint
+from baton_engine.scheduling.drafts import SequenceDrafts
 
 
 class State(Enum):
@@ -127,6 +128,7 @@ class Sequence:
         was_admitted: Whether it held pages before, so that its prefix is not counted twice.
         overtaken: How often one that came later had its turn while this one had none.
         constraint: Which tokens may come next; None for any.
+        drafts: What is known for guessing how it goes on; None until that was tried.
     """
 
     request: Request
@@ -145,6 +147,7 @@ class Sequence:
     was_admitted: bool = False
     overtaken: int = 0
     constraint: TokenConstraint | None = None
+    drafts: SequenceDrafts | None = None
 
     def append(self, token: int) -> None:
         """Its text goes on with `token`."""

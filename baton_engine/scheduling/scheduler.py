@@ -13,6 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
 from baton.blocks import BlockChanges
+from baton.config.speculative import NgramSpeculation
 from baton.errors import BatonError, InvalidRequestError, InvariantError, TransferError
 from baton.generation import (
     FinishReason,
@@ -40,15 +41,16 @@ from baton_engine.messages import (
     SeqEvent,
     Start,
 )
-from baton_engine.ports import KvSource, TokenConstraint
+from baton_engine.ports import KvSource, SpeculationCounts, TokenConstraint
 from baton_engine.scheduling.in_flight import InFlightStep, InFlightSteps, plan_ahead
 from baton_engine.scheduling.kv_cache_manager import KvCacheManager
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
-from baton_engine.scheduling.plan import StepPlan, StepResult
+from baton_engine.scheduling.plan import NO_TOKEN, Row, StepPlan, StepResult
 from baton_engine.scheduling.planner import StepPlanner
 from baton_engine.scheduling.queues import SequenceQueues
 from baton_engine.scheduling.request import Request, Sequence, State
+from baton_engine.scheduling.speculation import Speculator
 from baton_engine.scheduling.step_cost import StepCost
 
 
@@ -69,6 +71,7 @@ class Scheduler:
         eos_ids: The model's end-of-sequence tokens.
         enable_prefix_caching: Whether full pages are shared and kept for later prompts.
         policy: In which order, within which time, and which sequence is preempted.
+        speculation: How tokens are guessed; None where none are.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Scheduler:
         eos_ids: Iterable[int] = (),
         enable_prefix_caching: bool = True,
         policy: SchedulingPolicy | None = None,
+        speculation: NgramSpeculation | None = None,
     ) -> None:
         if limits.block_tokens != layout.block_tokens:
             raise ValueError("limits and layout disagree on the tokens per page")
@@ -92,13 +96,24 @@ class Scheduler:
         self._stories = StoryLog("engine")
         self._queues = SequenceQueues(limits.max_running, self._stories)
         self._cost = StepCost()
+        self._speculator = None if speculation is None else Speculator(speculation, self._cost)
         self._planner = StepPlanner(
-            limits, self._queues, self._cache, policy=policy or SchedulingPolicy(), cost=self._cost
+            limits,
+            self._queues,
+            self._cache,
+            policy=policy or SchedulingPolicy(),
+            cost=self._cost,
+            speculator=self._speculator,
         )
         self._in_flight = InFlightSteps(self._blocks)
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = 0
         self._steps = 0
+
+    @property
+    def speculation_counts(self) -> SpeculationCounts | None:
+        """Drafts since the start, where there are any. Read from any thread."""
+        return None if self._speculator is None else self._speculator.counts
 
     @property
     def limits(self) -> EngineLimits:
@@ -242,7 +257,10 @@ class Scheduler:
 
     def plan_ahead(self) -> StepPlan | None:
         """The step after the one in flight, to be launched before that one's outcome is known; None where it is needed first."""
-        step = plan_ahead(self._in_flight.only, self._steps + 1, self._queues, self._cache)
+        current = self._in_flight.only
+        if self._speculator is not None and self._speculator.needs_outcome(current):
+            return None
+        step = plan_ahead(current, self._steps + 1, self._queues, self._cache)
         if step is None:
             return None
         self._steps += 1
@@ -269,6 +287,8 @@ class Scheduler:
             first, place = place, place + len(row.samples)
             if sequence.state is State.ENDED:
                 continue
+            if row.draft and not self._confirms(row, sampled.drawn[first]):
+                continue
             request = sequence.request
             if row.num_scored:
                 request.keep_scores(row.start, result.scores[index])
@@ -283,10 +303,24 @@ class Scheduler:
                 self._append(sequence, first, sampled)
             if request.scores is not None:
                 sampled.prompt_logprobs[request.seq_id] = request.take_scores()
+        for row in plan.rows:
+            if len(row.draft) == 1 and row.seq.state is State.RUNNING:
+                self._cache.drop_lookahead(row.seq)
         for fetch in plan.fetches:
             if (fetched := self._requests.get(fetch.seq_id)) is not None:
                 self._cache.settle(fetched)
         return sampled.columns()
+
+    def _confirms(self, row: Row, drawn: int) -> bool:
+        """Whether the last token that was guessed for `row` is the one that was drawn in the row before it, so that what this row has
+        `drawn` is the next. Without a draw the next step computes it anew.
+        """
+        seq = row.seq
+        is_next = seq.num_computed == row.start
+        is_accepted = is_next and seq.tokens[-1] == row.draft[-1] and drawn != NO_TOKEN
+        assert self._speculator is not None
+        self._speculator.verified(row, is_accepted=is_accepted)
+        return is_accepted
 
     def _append(self, sequence: Sequence, place: int, sampled: "_Columns") -> None:
         """The token at `place` of the step's is the next one of a running sequence."""

@@ -99,6 +99,11 @@ class _Connection:
             self._streams = None
             return await self._ask(request, end)
 
+    def close(self) -> None:
+        """Closes it."""
+        if self._streams is not None:
+            self._streams[1].close()
+
     async def _ask(self, request: bytes, end: bytes) -> tuple[bool, Wait]:
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
@@ -139,6 +144,8 @@ async def watch(orders: Orders, stopped: asyncio.Event) -> Seen:
         group.create_task(
             repeat(lambda: other.ask(complete, _LAST_CHUNK), seen.completions, seen.gaps)
         )
+    one.close()
+    other.close()
     return seen
 
 

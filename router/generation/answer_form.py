@@ -54,12 +54,12 @@ class StructuralTag(BodyObject):
     @model_validator(mode="after")
     def _check_triggers(self) -> Self:
         if self.format is not None:
-            raise unsupported("structural_tag", "Tags are served as structures and triggers.")
+            raise unsupported(None, "Tags are served as structures and triggers.")
         if not self.structures or not self.triggers:
-            raise refusal("structural_tag", "Needs structures and triggers.")
+            raise refusal(None, "Needs structures and triggers.")
         for structure in self.structures:
             if not any(map(structure.begin.startswith, self.triggers)):
-                raise refusal("structural_tag", f"No trigger begins {structure.begin[:100]!r}.")
+                raise refusal(None, f"No trigger begins {structure.begin[:100]!r}.")
         return self
 
 

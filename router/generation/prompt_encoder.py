@@ -118,16 +118,18 @@ class PromptEncoder:
         Raises:
             InvalidRequestError: A word has no token, or there are too many in all.
         """
+        if not words:
+            return []
+        bare = [word.lstrip() for word in words]
+        encoded = await self._tokenizer.encode_words([*bare, *(" " + word for word in bare)])
+        first, later = encoded[: len(bare)], encoded[len(bare) :]
         found: dict[tuple[int, ...], None] = {}
-        for number, word in enumerate(words):
-            bare = word.lstrip()
-            first = await self._tokenizer.encode(bare, add_special_tokens=False)
-            if not first:
+        for number, ways in enumerate(zip(first, later, strict=True)):
+            if not ways[0]:
                 raise InvalidRequestError(
                     f"bad_words: entry {number} has no tokens.", param="bad_words"
                 )
-            later = await self._tokenizer.encode(" " + bare, add_special_tokens=False)
-            found |= {tuple(tokens): None for tokens in (first, later) if tokens}
+            found |= {tuple(tokens): None for tokens in ways if tokens}
         if (total := sum(map(len, found))) > MAX_BAD_WORD_TOKENS:
             raise InvalidRequestError(
                 f"bad_words: with and without a space before them they have {total} tokens, at most {MAX_BAD_WORD_TOKENS}"

@@ -101,13 +101,13 @@ class Body(BaseModel):
         return self
 
 
-def refusal(param: str, message: str) -> PydanticCustomError:
-    """A complaint about field `param` from a check that looks at more than one field."""
+def refusal(param: str | None, message: str) -> PydanticCustomError:
+    """A complaint about field `param` from a check that looks at more than one field; None for the field that holds what is checked."""
     return PydanticCustomError(REFUSED, "{message}", {"message": message, "param": param})
 
 
 def unsupported(
-    param: str, message: str = "This server does not support it."
+    param: str | None, message: str = "This server does not support it."
 ) -> PydanticCustomError:
     """The same about a field, or a value of it, that is right but not served here."""
     return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message, "param": param})

@@ -103,9 +103,9 @@ class DegradingLimiter:
             self._metrics.decided_alone()
             decision = await self._local.enter(tenant, grant)
         elif isinstance(decision, LimitGranted):
-            self._local.ledger.hold(tenant, grant, self._clock.now_s())
+            self._local.ledger.hold(tenant, grant)
         else:
-            self._log_refusal(tenant, decision)
+            self._local.ledger.note_refusal(tenant, decision, self._clock.now_s())
         if isinstance(decision, LimitGranted):
             self._held.setdefault(tenant, set()).add(grant)
         return decision
@@ -121,7 +121,7 @@ class DegradingLimiter:
             self._metrics.decided_alone()
             return await self._local.charge(tenant, grant, tokens)
         if isinstance(decision, LimitRefused):
-            self._log_refusal(tenant, decision)
+            self._local.ledger.note_refusal(tenant, decision, self._clock.now_s())
         return decision
 
     async def leave(self, tenant: Tenant, grant: GrantId, used_tokens: int) -> None:
@@ -141,7 +141,7 @@ class DegradingLimiter:
         return await self._local.usage(tenant) if usage is None else usage
 
     def story(self, about: str) -> tuple[StoryEntry, ...]:
-        """What was decided lately about a tenant of this id; and of the circuit to Redis, which is called `redis`."""
+        """What a tenant of this id was refused lately; and of the circuit to Redis, which is called `redis`."""
         told = (*self._local.story(about), *self._story.story(about))
         return tuple(sorted(told, key=lambda entry: entry.at_s))
 
@@ -161,10 +161,6 @@ class DegradingLimiter:
             self._local.ledger.share = 1 / max(routers, self._least_routers)
         for tenant, grants in list(self._held.items()):
             await self._ask(partial(self._shared.renew, tenant, tuple(grants)))
-
-    def _log_refusal(self, tenant: Tenant, refused: LimitRefused) -> None:
-        event = f"refused: {refused.kind.value}, for {refused.retry_after_s:.3g} s"
-        self._story.record(tenant.tenant_id, self._clock.now_s(), event)
 
     async def _ask(self, question: Callable[[], Awaitable[_Answer]]) -> _Answer | None:
         """Redis' answer, or None. After a fault it is left alone for a moment."""

@@ -126,13 +126,11 @@ class LimitLedger:
         if wait_s > 0:
             return self._refused(account, tenant, LimitKind.REQUESTS, wait_s, now_s)
         account.in_flight[grant] = 0
-        self._story.record(tenant.tenant_id, now_s, f"{grant} entered")
         return LimitGranted(levels=self._levels(account, tenant.limits, now_s))
 
-    def hold(self, tenant: Tenant, grant: GrantId, now_s: float) -> None:
+    def hold(self, tenant: Tenant, grant: GrantId) -> None:
         """Counts a request as in flight here too that another ledger let in and charges."""
         self._accounts.setdefault(tenant.tenant_id, _Account()).in_flight[grant] = None
-        self._story.record(tenant.tenant_id, now_s, f"{grant} entered, charged elsewhere")
 
     def charge(
         self, tenant: Tenant, grant: GrantId, tokens: int, now_s: float
@@ -144,7 +142,6 @@ class LimitLedger:
         if wait_s > 0:
             return self._refused(account, tenant, LimitKind.TOKENS, wait_s, now_s)
         account.in_flight[grant] = (account.in_flight[grant] or 0) + tokens
-        self._story.record(tenant.tenant_id, now_s, f"{grant} charged {tokens} tokens")
         return LimitGranted(levels=self._levels(account, tenant.limits, now_s))
 
     def leave(self, tenant: Tenant, grant: GrantId, used_tokens: int, now_s: float) -> None:
@@ -153,7 +150,6 @@ class LimitLedger:
         if account is None or grant not in account.in_flight:
             return
         charged = account.in_flight.pop(grant)
-        self._story.record(tenant.tenant_id, now_s, f"{grant} left, used {used_tokens} tokens")
         size = self._tokens(tenant.limits)
         if size is not None and charged is not None:
             account.tokens.give_back(charged - used_tokens, size, now_s)
@@ -167,8 +163,13 @@ class LimitLedger:
         return LimitUsage(in_flight=len(account.in_flight), levels=levels)
 
     def story(self, tenant_id: TenantId) -> tuple[StoryEntry, ...]:
-        """This tenant's requests as they came and went, and refusals, as far as they are remembered."""
+        """What this tenant was refused, as far as it is remembered. Requests that are let in are not: there are too many."""
         return self._story.story(tenant_id)
+
+    def note_refusal(self, tenant: Tenant, refused: LimitRefused, now_s: float) -> None:
+        """Remembers a refusal, also another ledger's."""
+        event = f"refused: {refused.kind.value}, for {refused.retry_after_s:.3g} s"
+        self._story.record(tenant.tenant_id, now_s, event)
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when one request is in flight for two tenants."""
@@ -202,8 +203,9 @@ class LimitLedger:
         self, account: _Account, tenant: Tenant, kind: LimitKind, wait_s: float, now_s: float
     ) -> LimitRefused:
         levels = self._levels(account, tenant.limits, now_s)
-        self._story.record(tenant.tenant_id, now_s, f"refused: {kind.value}, for {wait_s:.3g} s")
-        return LimitRefused(kind=kind, retry_after_s=wait_s, levels=levels)
+        refused = LimitRefused(kind=kind, retry_after_s=wait_s, levels=levels)
+        self.note_refusal(tenant, refused, now_s)
+        return refused
 
     def _idle(self, account: _Account, limits: TenantLimits, now_s: float) -> bool:
         requests, tokens = self._requests(limits), self._tokens(limits)
@@ -245,5 +247,5 @@ class LocalLimiter:
         return self.ledger.usage(tenant, self._clock.now_s())
 
     def story(self, about: str) -> tuple[StoryEntry, ...]:
-        """What was decided lately about a tenant of this id."""
+        """What a tenant of this id was refused lately."""
         return self.ledger.story(TenantId(about))

@@ -14,8 +14,7 @@ from router.generation.planner import RequestContext, RequestPlanner
 from router.generation.prompt_encoder import PromptEncoder
 from router.generation.responder import Responder
 from router.guardrails.chain import GuardChain
-from router.http.account import account_of
-from router.http.body import LARGE_BYTES, BodyReader, parse_body
+from router.http.body import BodyReader, parse_body
 from router.http.fields import MAX_REPEATED
 from router.http.large_body import token_array
 from router.http.streaming import CUT, Filling, fault_event, json_array
@@ -75,12 +74,7 @@ class Completions:
 
     async def __call__(self, request: Request) -> Response:
         """Continues one or several prompts."""
-        raw = await self._bodies.read_bytes(request)
-        if len(raw) > LARGE_BYTES:
-            body = await self._bodies.parse(raw, CompletionRequest)
-        else:
-            body = read_completion(raw)
-        account_of(request).ignored_fields = body.ignored
+        body = await self._bodies.read(request, CompletionRequest, parse_short=read_completion)
         context = await self._planner.accept(request, body, "cmpl")
         prompts = await self._token_ids(body, context)
         bad_words = await self._prompts.of_bad_words(body.bad_words or ())

@@ -126,6 +126,13 @@ class Tokenizer:
             )
         return await self._in_thread(lambda: self._encode(text, add_special_tokens))
 
+    async def encode_words(self, words: Sequence[str]) -> list[PackedTokens]:
+        """Token ids of each of some short texts, without special tokens around them."""
+        encodings = await self._in_thread(
+            lambda: self.backend.encode_batch_fast(list(words), add_special_tokens=False)
+        )
+        return [PackedTokens.of(encoding.ids) for encoding in encodings]
+
     async def encode_chat(self, conversation: Conversation) -> PackedTokens:
         """Token ids of a conversation, rendered by the model's chat template (`router.templates.renderer`).
 

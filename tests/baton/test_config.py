@@ -10,6 +10,7 @@ from baton.config.load import from_json, load, to_json
 from baton.config.rules import RULES
 from baton.config.schema import BatonConfig
 from baton.config.setting import TYPES, Setting
+from baton.config.speculative import NgramSpeculation, read_speculative
 from baton.errors import ConfigError
 
 
@@ -256,6 +257,16 @@ def test_children_inherit_no_setting_and_so_no_secret(monkeypatch):
     assert re.fullmatch(r"/here:/elsewhere", inherited["PYTHONPATH"])
 
 
+def test_threads_that_are_to_sleep_do_unless_the_operator_says_otherwise(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert "OMP_WAIT_POLICY" not in env.child_environment(num_threads=1)
+    sleeping = env.child_environment(num_threads=1, threads_sleep=True)
+    assert sleeping["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    sleeping = env.child_environment(num_threads=1, threads_sleep=True)
+    assert sleeping["OMP_WAIT_POLICY"] == "active"
+
+
 def test_grpc_in_children_is_quiet_unless_the_operator_wants_to_hear_it(monkeypatch):
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
     assert env.child_environment(num_threads=1)["GRPC_VERBOSITY"] == "ERROR"
@@ -269,3 +280,67 @@ def test_the_standard_variables_name_the_collector_unless_ours_does():
     both = standard | {"BATON_TRACE_ENDPOINT": "http://ours:4317"}
     assert load(environment=env.settings(both)).trace.endpoint == "http://ours:4317"
     assert not load(environment=env.settings(standard)).trace.enabled
+
+
+def speculative(text: str) -> Setting:
+    path = "engine.speculative_config"
+    return Setting(path=path, value=text, source="--speculative-config", is_text=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "shortest", "longest"),
+    [
+        ("", 5, 5),
+        (', "prompt_lookup_max": 4', 4, 4),
+        (', "prompt_lookup_min": 2', 2, 2),
+        (', "prompt_lookup_max": 4, "prompt_lookup_min": 2', 2, 4),
+    ],
+)
+def test_speculation_is_asked_for_in_the_json_of_vllm(asked, shortest, longest):
+    text = f'{{"method": "ngram", "num_speculative_tokens": 3{asked}}}'
+    config = from_json(to_json(load(flags=[speculative(text)])))
+    assert read_speculative(config.engine.speculative_config) == NgramSpeculation(
+        num_speculative_tokens=3, prompt_lookup_max=longest, prompt_lookup_min=shortest
+    )
+
+
+def test_nothing_is_speculated_unless_asked_for():
+    assert read_speculative(BatonConfig().engine.speculative_config) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "why"),
+    [
+        ('{"num_speculative_tokens": 3}', "method", "must be ngram"),
+        ('{"method": "eagle3", "num_speculative_tokens": 3}', "method", "eagle3 is not built"),
+        ('{"method": "draft_model", "model": "x"}', "method", "draft_model is not built"),
+        ('{"method": "ngram"}', "num_speculative_tokens", "must be given"),
+        ('{"method": "ngram", "num_speculative_tokens": 33}', "num_speculative_tokens", "1 to 32"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens", "1 to"),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 0}',
+            "prompt_lookup_max",
+            "from 1 to 64",
+        ),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2,'
+            ' "prompt_lookup_min": 3}',
+            "prompt_lookup_min",
+            "must not be above prompt_lookup_max (2)",
+        ),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 2, "model": "x"}',
+            "model",
+            "is no setting of the method ngram",
+        ),
+    ],
+)
+def test_what_of_speculation_there_is_not_is_refused_by_its_field(text, field, why):
+    told = refusal(flags=[speculative(text)])
+    assert told.startswith(f"--speculative-config: engine.speculative_config.{field}: ")
+    assert why in told
+
+
+def test_a_speculative_config_that_is_no_json_object_is_refused():
+    assert "expected JSON" in refusal(flags=[speculative("ngram")])
+    assert "expected" in refusal(flags=[speculative("[1]")])

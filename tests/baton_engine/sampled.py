@@ -10,7 +10,7 @@ from baton_engine.messages import SampledTokens, SeqEvent, StepEvents
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """Tokens drawn for one sequence in one step, at most one per sample."""
+    """Tokens drawn for one sequence in one step, those of a sample in order."""
 
     seq_id: SeqId
     tokens: tuple[TokenSample, ...]

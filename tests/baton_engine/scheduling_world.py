@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
+from baton.config.speculative import NgramSpeculation
 from baton.errors import EngineError
 from baton.generation import NO_SLO, FinishReason, Prompt, SamplingParams, SloTargets, TokenSample
 from baton.ids import LayerName, SeqId
@@ -83,6 +84,7 @@ class World:
     pool: FakeKvSource | None = None
     num_layers: int = 1
     policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
+    speculation: NgramSpeculation | None = None
     now_s: float = 0.0
     events: list[Event] = field(default_factory=list)
     output: dict[tuple[str, int], list[TokenSample]] = field(default_factory=dict)
@@ -97,6 +99,7 @@ class World:
             eos_ids=self.eos_ids,
             enable_prefix_caching=self.enable_prefix_caching,
             policy=self.policy,
+            speculation=self.speculation,
         )
         if self.pool is not None:
             self.connect(self.pool)
@@ -156,11 +159,13 @@ class World:
         limits = self.limits
         assert plan.rows
         assert sum(row.num_tokens for row in plan.rows) <= limits.max_num_batched_tokens
-        assert len({id(row.seq) for row in plan.rows}) == len(plan.rows)
-        is_decode = [row.num_tokens == 1 and bool(row.seq.num_generated) for row in plan.rows]
+        texts = [row for row in plan.rows if not row.draft]
+        assert len({id(row.seq) for row in texts}) == len(texts)
+        is_decode = [row.num_tokens == 1 and bool(row.seq.num_generated) for row in texts]
         assert sum(is_decode) <= limits.max_num_seqs
         written: set[int] = set()
-        for row in plan.rows:
+        self._check_drafts(plan)
+        for row in texts:
             end = row.start + row.num_tokens
             assert row.num_tokens >= 1
             assert row.start == row.seq.num_computed
@@ -179,6 +184,21 @@ class World:
         targets = [target for _, target in plan.copies]
         assert len(set(targets)) == len(targets)
         assert not sources & set(targets)
+
+    def _check_drafts(self, plan: StepPlan) -> None:
+        """Each stands behind the one before it, in a place of its own on a page that no other text reads or writes, and draws."""
+        behind: dict[int, tuple[int, ...]] = {}
+        for row in plan.rows:
+            if not row.draft:
+                continue
+            assert row.draft[:-1] == behind.get(id(row.seq), ())
+            behind[id(row.seq)] = row.draft
+            assert row.start == row.seq.num_computed + len(row.draft)
+            assert (row.num_tokens, row.samples) == (1, row.seq.samples)
+            assert row.start + 1 < row.seq.request.final_len
+            page = row.seq.blocks[row.start // self.limits.block_tokens]
+            others = [other.seq.blocks for other in plan.rows if other.seq is not row.seq]
+            assert all(page not in blocks for blocks in others)
 
     def tokens(self, seq_id: str, sample: int = 0) -> list[int]:
         """What a sample has drawn so far."""

@@ -529,3 +529,25 @@ def test_a_mask_is_as_wide_as_the_scores(compiler):
     constraint.fill(bits)
     assert bits.any()
     assert not (int(bits[10]) >> (333 - 320))
+
+
+def test_with_how_many_tokens_a_text_could_go_on_is_told_without_reading_them(compiler, tokenizer):
+    constraint = compiled(compiler, 'start: "ab" /[0-9]{2}/')
+    assert not isinstance(constraint, BatonError)
+    a, b, one, other = tokenizer.encode("ab1x", add_special_tokens=False)
+    assert constraint.num_allowed([a, b, one, one]) == 4
+    assert constraint.num_allowed([a, b, other, one]) == 2
+    assert constraint.num_allowed([b]) == 0
+    assert constraint.num_allowed([]) == 0
+    constraint.accept(a)
+    assert constraint.num_allowed([b, one]) == 2
+    assert constraint.fault is None
+
+
+def test_after_a_fault_no_token_is_allowed_and_the_fault_stays_what_it_was(compiler, tokenizer):
+    constraint = compiled(compiler, 'start: "ab"')
+    assert not isinstance(constraint, BatonError)
+    (wrong,) = tokenizer.encode("x", add_special_tokens=False)
+    constraint.accept(wrong)
+    assert constraint.num_allowed([wrong]) == 0
+    assert isinstance(constraint.fault, InvalidRequestError)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
+from baton.config.speculative import NgramSpeculation
 from baton.errors import EngineError, InvariantError
 from baton.generation import FinishReason, Prompt, SloTargets
 from baton.ids import SeqId
@@ -420,6 +421,9 @@ class Story:
         return [[(token.token, token.finish) for token in tokens] for tokens in output]
 
 
+NGRAMS = NgramSpeculation(num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     actions=ACTIONS,
@@ -432,9 +436,10 @@ class Story:
         preemption=st.sampled_from(sorted(PREEMPTION_ORDERS)),
         output_headroom=st.sampled_from([0.0, 0.0, 1.0]),
     ),
+    speculation=st.none() | st.just(NGRAMS),
 )
 def test_any_story_ends_as_it_does_without_looking_ahead(
-    actions, block_tokens, pages_tokens, caching, policy
+    actions, block_tokens, pages_tokens, caching, policy, speculation
 ):
     some = limits(
         block_tokens=block_tokens,
@@ -446,7 +451,14 @@ def test_any_story_ends_as_it_does_without_looking_ahead(
     stories = []
     for ahead in (False, True):
         story = Story(
-            Looped(some, eos_ids=EOS, enable_prefix_caching=caching, policy=policy, ahead=ahead)
+            Looped(
+                some,
+                eos_ids=EOS,
+                enable_prefix_caching=caching,
+                policy=policy,
+                ahead=ahead,
+                speculation=speculation if ahead else None,
+            )
         )
         story.live(actions)
         story.world.assert_empty()

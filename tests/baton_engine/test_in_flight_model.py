@@ -119,6 +119,9 @@ class Noting:
         self._noted.append("fill")
         bits[:] = 0xFFFF_FFFF
 
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
+
 
 def test_a_mask_is_found_while_the_scores_of_its_step_are_computed(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from baton.config.speculative import NgramSpeculation
 from baton.generation import Prompt, SloTargets
 from baton.ids import SeqId
 from baton_engine.messages import (
@@ -46,6 +47,14 @@ POLICIES = st.builds(
 )
 
 
+SPECULATION = st.builds(
+    NgramSpeculation,
+    num_speculative_tokens=st.integers(1, 6),
+    prompt_lookup_max=st.integers(1, 3),
+    prompt_lookup_min=st.just(1),
+)
+
+
 class Interleavings(RuleBasedStateMachine):
     """Two hybrid engines. Prompts run on the target, or are prefilled on the source and handed off to the target."""
 
@@ -56,9 +65,17 @@ class Interleavings(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(3, 16),
         caching=st.booleans(),
         policy=POLICIES,
+        speculation=st.none() | SPECULATION,
     )
     def begin(
-        self, block_tokens, pages_tokens, max_num_seqs, max_num_batched_tokens, caching, policy
+        self,
+        block_tokens,
+        pages_tokens,
+        max_num_seqs,
+        max_num_batched_tokens,
+        caching,
+        policy,
+        speculation,
     ):
         some = limits(
             block_tokens=block_tokens,
@@ -68,7 +85,14 @@ class Interleavings(RuleBasedStateMachine):
             vocab_size=128,
         )
         self.source, self.target = (
-            World(some, eos_ids=EOS, enable_prefix_caching=caching, policy=policy) for _ in range(2)
+            World(
+                some,
+                eos_ids=EOS,
+                enable_prefix_caching=caching,
+                policy=policy,
+                speculation=speculation,
+            )
+            for _ in range(2)
         )
         self.local: dict[SeqId, Prompt] = {}
         self.moving: dict[SeqId, Prompt] = {}

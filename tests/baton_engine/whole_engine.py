@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from baton.config.speculative import NgramSpeculation
 from baton.errors import BatonError
 from baton.generation import TokenLogprobs, TokenSample
 from baton.ids import SeqId
@@ -36,6 +37,7 @@ class WholeEngine:
         kernels: What to compute with; None for the machine's own.
         eos_ids: Tokens that end a text.
         grammars: Compiles the grammars of prompts, where there are any.
+        speculation: How tokens are guessed; None where none are.
 
     Attributes:
         events: All that was told.
@@ -56,6 +58,7 @@ class WholeEngine:
         kernels: KernelSet | None = None,
         eos_ids: tuple[int, ...] = (),
         grammars: GrammarCompiler | None = None,
+        speculation: NgramSpeculation | None = None,
     ) -> None:
         spec = load_spec(checkpoint)
         decoder = load_decoder(
@@ -78,7 +81,9 @@ class WholeEngine:
         )
         memory = memoryview(bytearray(layout.region_bytes(num_blocks)))
         self.arena = KvArena(layout, num_blocks, memory)
-        self.scheduler = Scheduler(limits, layout=layout, secret=bytes(32), eos_ids=eos_ids)
+        self.scheduler = Scheduler(
+            limits, layout=layout, secret=bytes(32), eos_ids=eos_ids, speculation=speculation
+        )
         self._grammars = grammars
         apart = deterministic and not isinstance(kernels, BatchInvariant)
         self.runner = ModelRunner(decoder, self.arena, one_by_one=apart)

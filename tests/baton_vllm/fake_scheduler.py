@@ -165,6 +165,7 @@ class FakeVllm:
             if not self._fits(request, request.num_tokens, hit):
                 break  # not in chunks either: `scheduler_reserve_full_isl`
             assert self._allocate(request, num_cached + num_tokens, hit) is not None
+            self.hand_offs.allocated(request.request_id, request.blocks)
             budget -= num_tokens
             request.num_computed, request.status = num_cached, "RUNNING"
             request.fresh = (list(request.blocks), True)  # type: ignore[attr-defined]

@@ -42,7 +42,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeConfig", _PLAIN_HEADS | {"num_experts": 4, "num_experts_per_tok": 2}),
     "gemma2-soft-caps": (
         "Gemma2Config",
-        _WINDOWS | {"query_pre_attn_scalar": 32, "final_logit_softcapping": 5.0},
+        _WINDOWS
+        | {"query_pre_attn_scalar": 32, "final_logit_softcapping": 5.0, "initializer_range": 0.05},
     ),
     "gemma3": (
         "Gemma3TextConfig",

@@ -186,6 +186,20 @@ def test_prompt_that_is_preempted_is_told_again_from_its_first_page():
     assert world.pages[seq_id, 1] == dict(enumerate(blocks))
 
 
+def test_prompts_for_other_workers_do_not_preempt_each_other_and_keep_their_order():
+    """A prompt that is begun has its pages reserved elsewhere: it must not wait for those that are kept here."""
+    world = World()
+    names = [world.submit("prefill", text, 40) for text in (0, 1)]
+    names.append(world.submit("prefill", 2, 4))
+    steps(world, 20)
+
+    started = [event.seq_id for event in world.of(PrefillStarted)]
+    assert started == names[:1], "no other one fits beside it, and a short one does not overtake"
+    world.end(names[0])
+    steps(world, 20)
+    assert [event.seq_id for event in world.of(PrefillStarted)] == names
+
+
 def test_a_start_without_a_reservation_or_of_one_that_is_gone_is_a_broken_invariant():
     world = World()
     seq_id = world.submit("receive", 0, PROMPT_TOKENS)

@@ -1,6 +1,7 @@
 """`baton serve --engine vllm` with a prefill and a decode worker: what the pair answers is what vLLM answers by itself."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from tests.baton_engine.tiny_models import make_model
 from tests.baton_vllm.engine_run import prompt_tokens
 from tests.baton_vllm.vllm_alone import Asked, tokens_of_vllm
 from tests.e2e.reference import Reference
-from tests.e2e.served import Served, assert_at_rest, assert_gone, serve
+from tests.e2e.served import Served, assert_at_rest, assert_gone, eventually, serve
 
 pytestmark = [
     pytest.mark.vllm,
@@ -111,6 +112,25 @@ def test_samples_of_one_prompt_and_its_logprobs_come_from_both_workers(cluster):
     assert len({tuple(choice["token_ids"]) for choice in drawn["choices"]}) == 3
 
 
+def test_an_answer_is_held_to_its_grammar_from_its_first_token(cluster):
+    pattern = "(yes|no)-[0-9]{3}"
+    computed = loads(cluster)["prefill"]["prefix_query_tokens"]
+
+    answer = ask(
+        cluster,
+        prompt_tokens(70),
+        max_tokens=40,
+        ignore_eos=False,
+        n=2,
+        structured_outputs={"regex": pattern},
+    )
+
+    assert all(re.fullmatch(pattern, choice["text"]) for choice in answer["choices"])
+    workers = loads(cluster)
+    assert workers["prefill"]["prefix_query_tokens"] == computed + 70
+    assert workers["decode"]["prefix_query_tokens"] == 0
+
+
 def test_an_answer_of_one_token_needs_no_decode_worker(cluster):
     steps = loads(cluster)["decode"]["steps"]
     whole = tokens(ask(cluster, prompt_tokens(40)))
@@ -144,26 +164,35 @@ class Stream(threading.Thread):
                     self.begun.set()
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_greedy_streams_go_on_without_a_wrong_token_when_a_worker_is_killed(cluster, model, role):
-    """Of the decode worker from their tokens; of the prefill worker those that it has handed off, and what comes meanwhile waits."""
+def test_greedy_streams_go_on_without_a_wrong_token_when_workers_are_killed(tmp_path):
+    """A decode worker's on the other one. Without a prefill worker the decode worker computes a prompt."""
+    model = make_model(tmp_path / "model", "llama", head_dim=32)
+    (tmp_path / "cluster.yaml").write_text(SETTINGS)
+    flags = (*FLAGS, "--prefill-workers", "1", "--decode-workers", "2", "--block-size", "32")
     reference = Reference(model)
-    streams = [Stream(cluster, prompt_tokens(length), 300) for length in (40, 75, 130)]
-    for stream in streams:
-        stream.start()
-    assert all(stream.begun.wait(30) for stream in streams)
-    victim = cluster.child(role)
-
-    victim.kill()
-    assert_gone([victim])
-    meanwhile = Stream(cluster, prompt_tokens(90), 20)
-    meanwhile.start()
-
-    for stream, length in zip([*streams, meanwhile], (300, 300, 300, 20), strict=True):
-        stream.join(120)
-        assert stream.ended == "data: [DONE]"
-        assert len(stream.tokens) == length
-        reference.assert_greedy(stream.prompt, stream.tokens)
+    with serve(
+        str(model), "-f", str(tmp_path / "cluster.yaml"), *flags, "--served-model-name", "tiny"
+    ) as served:
+        streams = [Stream(served, prompt_tokens(length), 400) for length in (40, 60, 75, 130)]
+        for stream in streams:
+            stream.start()
+        assert all(stream.begun.wait(30) for stream in streams)
+        for name in ("decode-0", "prefill-0"):
+            (victim,) = [child for child in served.children() if name in child.cmdline()]
+            victim.kill()
+            assert_gone([victim])
+        meanwhile = Stream(served, prompt_tokens(90), 20)
+        meanwhile.start()
+        for stream, length in zip([*streams, meanwhile], (400, 400, 400, 400, 20), strict=True):
+            stream.join(120)
+            assert stream.ended == "data: [DONE]"
+            assert len(stream.tokens) == length
+            reference.assert_greedy(stream.prompt, stream.tokens)
+        eventually(
+            lambda: all(worker["worker_id"] for worker in served.workers()),
+            "every worker is back",
+            timeout_s=90.0,
+        )
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_prompt_leaves_no_page_behind(cluster):

@@ -3,8 +3,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.generation import WorkerLoad
 from baton.telemetry.metrics import render
-from baton_engine.ports import GrammarCounts
-from baton_worker.metrics import GrammarMetrics, WorkerMetrics
+from baton_engine.ports import GrammarCounts, SpeculationCounts
+from baton_worker.metrics import GrammarMetrics, SpeculationMetrics, WorkerMetrics
 
 KNOWN_NAMES = {
     "vllm:num_requests_running": "gauge",
@@ -54,3 +54,18 @@ def test_what_grammars_cost_is_read_where_the_engine_counts_it():
     assert value("baton_grammars_total", {"outcome": "evicted"}) == 1
     assert value("baton_grammar_mask_seconds_total") == 0.25
     assert value("baton_grammar_faults_total") == 2
+
+
+def test_drafts_are_counted_under_vllms_names():
+    metrics = _metrics()
+    counts = SpeculationCounts(
+        drafts=2, draft_tokens=6, accepted_tokens=3, accepted_per_position=[2, 1, 0]
+    )
+    metrics.registry.register(SpeculationMetrics(counts))
+    value = metrics.registry.get_sample_value
+    assert value("vllm:spec_decode_num_drafts_total") == 2
+    assert value("vllm:spec_decode_num_draft_tokens_total") == 6
+    assert value("vllm:spec_decode_num_accepted_tokens_total") == 3
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert value(per_position, {"position": "0"}) == 2
+    assert value(per_position, {"position": "2"}) == 0

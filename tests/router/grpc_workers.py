@@ -28,7 +28,8 @@ class FakeWorker:
         peers: All workers of the test by id: P finds D here instead of through a transfer.
         hold_at: Position that is not drawn before `gate` is opened.
         holding: Set when a leg waits at `gate`.
-        refusal: What every new leg fails with.
+        refusal: What every new leg fails with, and every probe of a link.
+        probes: Links that it was told to try.
         started: Commands that began a leg, in order.
         cancelled: Legs that were cancelled by command.
         hung_up: Set when the router's stream ended.
@@ -42,6 +43,7 @@ class FakeWorker:
     incarnation: int = 1
     hold_at: int | None = None
     refusal: BatonError | None = None
+    probes: asyncio.Queue[worker_pb2.ProbeLink] = field(default_factory=asyncio.Queue)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     holding: asyncio.Event = field(default_factory=asyncio.Event)
     started: list[Any] = field(default_factory=list)
@@ -120,6 +122,9 @@ class _Stream:
                     self.legs.pop(leg_id).cancel()
                 self.worker.cancelled.put_nowait(leg_id)
                 continue
+            if command.WhichOneof("command") == "probe_link":
+                self.probe(command.probe_link)
+                continue
             begun = getattr(command, command.WhichOneof("command"))
             self.worker.started.append(begun)
             leg_id = begun.request.leg_id
@@ -129,6 +134,13 @@ class _Stream:
                 self.frames.put_nowait(worker_pb2.Frame(failed=[failed]))
             else:
                 self.legs[leg_id] = asyncio.create_task(self.run(begun))
+
+    def probe(self, asked: worker_pb2.ProbeLink) -> None:
+        self.worker.probes.put_nowait(asked)
+        error = self.worker.refusal
+        failure = None if error is None else failure_to_proto(error)
+        told = worker_pb2.LinkProbed(target=asked.target, failure=failure)
+        self.frames.put_nowait(worker_pb2.Frame(links_probed=[told]))
 
     async def run(self, begun: Any) -> None:
         await (self.prefill(begun) if isinstance(begun, worker_pb2.Prefill) else self.decode(begun))

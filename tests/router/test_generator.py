@@ -12,6 +12,7 @@ from baton.errors import (
     OverloadedError,
     PromptTooLongError,
     UnavailableError,
+    UnreachableError,
 )
 from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import RequestId, Role
@@ -25,7 +26,7 @@ from router.tenants.tenant import ANONYMOUS
 from router.workers.links import LinkTiming
 from tests.router.grpc_workers import FakeWorker, running
 from tests.router.known_workers import drawn
-from tests.waits import soon
+from tests.waits import WAIT_S, soon
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -193,6 +194,25 @@ async def test_a_refusal_of_the_request_itself_reaches_the_client_as_it_is(tmp_p
             await collect(generator, job())
         assert refused.value.param == "prompt"
         await soon(workers["d0"].cancelled.get())
+
+
+async def test_a_link_that_broke_is_tried_by_its_worker_before_it_gets_a_request_again(tmp_path):
+    async with (
+        running(tmp_path, p0=Role.PREFILL, d0=Role.DECODE) as workers,
+        composed(workers) as parts,
+    ):
+        p0, pairs = workers["p0"], parts.view.broken_pairs
+        p0.refusal = UnreachableError("nothing passes")
+        _, timing = await collect(parts.generator, job("cmpl-1"))
+        assert (timing.prefill_worker, timing.decode_worker) == ("d0", "d0")
+        p0.refusal = None
+        probe = await soon(p0.probes.get())
+        assert probe.transfer_address == workers["d0"].hello.transfer_address
+        async with asyncio.timeout(WAIT_S):
+            while len(pairs):  # noqa: ASYNC110  # the answer is on its way through a socket
+                await asyncio.sleep(0.005)
+        _, timing = await collect(parts.generator, job("cmpl-2"))
+        assert (timing.prefill_worker, timing.decode_worker) == ("p0", "d0")
 
 
 async def test_without_any_worker_the_job_fails_as_unavailable(tmp_path):

@@ -246,11 +246,13 @@ async def test_each_field_s_grammar_is_sent_to_the_workers(path, fields, form):
     ("fields", "param"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": {"type": "structural_tag"}}, "structural_tag"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
         (
             {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
-            "structural_tag",
+            "response_format",
         ),
+        ({"structured_outputs": {"structural_tag": {"triggers": ["<"]}}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs"),

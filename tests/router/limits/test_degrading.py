@@ -48,7 +48,7 @@ class Shared(LocalLimiter):
     async def renew(self, tenant: Tenant, grants: Iterable[GrantId]) -> None:
         self._answer()
         for held in grants:
-            self.ledger.hold(tenant, held, self._clock.now_s())
+            self.ledger.hold(tenant, held)
 
     async def count_routers(self, router_id: str, *, leaving: bool = False) -> int:
         self._answer()
@@ -105,19 +105,18 @@ async def test_without_redis_the_sum_over_the_routers_that_were_known_holds(know
     assert world.metric("baton_limits_degraded_decisions_total") == 15
 
 
-async def test_a_tenants_story_is_told_whoever_decided_and_redis_has_one_too():
+async def test_what_a_tenant_was_refused_is_told_whoever_decided_and_redis_has_a_story_too():
     world, asks = World(1), tenant(requests_per_minute=1, request_burst=1)
     (limiter,) = world.limiters
     await limiter.enter(asks, grant(1))
     await limiter.enter(asks, grant(2))
     world.shared.away = True
     await limiter.enter(asks, grant(3))
+    await limiter.enter(asks, grant(4))
     await limiter.leave(asks, grant(1), 5)
     assert [(entry.core, entry.event) for entry in limiter.story(asks.tenant_id)] == [
-        ("limits", "g1 entered, charged elsewhere"),
-        ("limits", "g3 entered"),
-        ("limits", "g1 left, used 5 tokens"),
-        ("shared limits", "refused: requests, for 60 s"),
+        ("limits", "refused: requests, for 60 s"),
+        ("limits", "refused: requests, for 60 s"),
     ]
     assert [entry.actions for entry in limiter.story("redis")] == [("opened for 1 s",)]
     assert limiter.story("nobody") == ()

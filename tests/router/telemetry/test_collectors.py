@@ -2,12 +2,14 @@
 
 from prometheus_client import CollectorRegistry
 
+from baton.errors import UnreachableError
 from baton.generation import WorkerLoad
 from baton.ids import Role
 from router.dispatch.retry import RetryCounters
 from router.routing.index import PrefixIndex
+from router.routing.pairs import BrokenPairs
 from router.routing.view import ClusterView
-from router.telemetry.collectors import RetryMetrics, WorkerLoads
+from router.telemetry.collectors import PairMetrics, RetryMetrics, WorkerLoads
 from tests.router.known_workers import hello
 
 
@@ -61,3 +63,22 @@ def test_restarts_show_at_once_in_the_names_that_dashboards_know():
     model = {"model_name": "tiny"}
     assert registry.get_sample_value("baton_prefill_retries_total", model) == 2
     assert registry.get_sample_value("baton_migrations_total", model | {"kind": "resumed"}) == 1
+
+
+def test_broken_pairs_and_the_probes_of_their_links_are_counted():
+    registry, pairs = CollectorRegistry(), BrokenPairs()
+    registry.register(PairMetrics(pairs))
+    prefill, decode = (hello(name, Role.HYBRID).identity for name in ("p0", "d0"))
+    no_way = UnreachableError("nothing passes")
+    pairs.failed(prefill, decode, no_way, 0.0)
+    assert registry.get_sample_value("baton_broken_pairs") == 1
+    assert pairs.due(2.0)
+    pairs.probed(prefill, decode, no_way, 2.0)
+    assert pairs.due(5.0)
+    pairs.probed(prefill, decode, None, 5.0)
+    assert registry.get_sample_value("baton_broken_pairs") == 0
+    counted = {
+        outcome: registry.get_sample_value("baton_link_probes_total", {"outcome": outcome})
+        for outcome in ("carries", "failed", "unanswered")
+    }
+    assert counted == {"carries": 1, "failed": 1, "unanswered": 0}

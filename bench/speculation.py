@@ -1,0 +1,231 @@
+"""What guessed tokens bring: `python -m bench.speculation [--shape llama116m] [--rounds N] [--json FILE]`.
+
+Two engines over one model, one with drafts from n-grams and one without, in turns. The model has random weights, but for its head, which
+makes it say a passage of 64 tokens over and over; what it draws at a temperature leaves the passage every dozen tokens and goes on at another
+place of it, as edited code or an extracted text repeats what stands before, with changes. Random text is drawn from 24 tokens alike, so that
+pairs of them come again while what followed is mostly wrong: drafts are found, and the engine has to learn that they do not pay. That
+both engines say the same is counted.
+"""
+
+import argparse
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import TYPE_CHECKING
+
+from baton.config.schema import EngineConfig, ModelConfig
+from baton.generation import Prompt, SamplingParams
+from baton.ids import SeqId
+from baton.tokens import PackedTokens
+from baton_engine.messages import Generate, StepEvents
+from bench.harness.report import Report
+from bench.harness.shapes import SHAPES, write_model
+from kv_transfer.memory.arena import WorkerMemory
+
+if TYPE_CHECKING:
+    from baton_engine.build import BuiltEngine
+    from baton_engine.ports import SpeculationCounts
+
+SPECULATION: dict[str, object] = {
+    "method": "ngram",
+    "num_speculative_tokens": 8,
+    "prompt_lookup_max": 5,
+    "prompt_lookup_min": 2,
+}
+_PROMPT, _TOKENS = 128, 160
+_PASSAGE = range(1000, 1064)
+_RANDOM = range(1000, 1024)
+_COPYING, _RANDOMLY = 1.5, 1000.0
+"""Temperatures: at the first one the head's choice is left every dozen tokens, at the second all tokens are alike."""
+
+_Texts = dict[SeqId, list[int]]
+
+
+class Timed:
+    """A running engine, and what it says.
+
+    Args:
+        built: Closed by whoever built it.
+    """
+
+    def __init__(self, built: "BuiltEngine") -> None:
+        self._host = built.host
+        self._host.attach(self._hear)
+        self._host.start()
+        self._names = (SeqId(f"bench/{number}") for number in count())
+        self._texts: _Texts = {}
+        self._first_s = 0.0
+        self._num_first = 0
+        self._last_s = 0.0
+        self._left = 0
+        self._over = threading.Event()
+
+    def _hear(self, told: StepEvents) -> None:
+        if told.sampled is None:
+            return
+        self._last_s = time.perf_counter()
+        for seq_id, token in zip(told.sampled.seq_ids, told.sampled.tokens, strict=True):
+            self._texts[seq_id].append(token)
+        if not self._num_first and all(self._texts.values()):
+            self._first_s = self._last_s
+            self._num_first = sum(map(len, self._texts.values()))
+        self._left -= sum(reason is not None for reason in told.sampled.finish_reasons)
+        if self._left <= 0:
+            self._over.set()
+
+    def run(self, prompts: Sequence[Prompt]) -> tuple[float, list[list[int]]]:
+        """Tokens per second once all of `prompts` decode, and their texts."""
+        names = [next(self._names) for _ in prompts]
+        self._texts = {name: [] for name in names}
+        self._num_first, self._left = 0, len(prompts)
+        self._over.clear()
+        for name, prompt in zip(names, prompts, strict=True):
+            self._host.submit(Generate(seq_id=name, prompt=prompt))
+        if not self._over.wait(300.0):
+            raise RuntimeError("the engine did not answer")
+        texts = [self._texts[name] for name in names]
+        return (sum(map(len, texts)) - self._num_first) / (self._last_s - self._first_s), texts
+
+
+def make_repeat(directory: Path) -> None:
+    """Gives the model in `directory` a head of its own, by which each token of the passage is followed by the next, the last by the first:
+    the next one's row is the embedding of the one before. What layers add to the embedding is made small.
+    """
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(directory / "model.safetensors")
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] *= 0.02
+    embedding = weights["model.embed_tokens.weight"]
+    head = embedding.clone()
+    head[[*_PASSAGE]] = embedding[[_PASSAGE[-1], *_PASSAGE[:-1]]]
+    weights["lm_head.weight"] = head
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+
+
+def _prompts(number: int, batch: int, *, repeats: bool) -> list[Prompt]:
+    tokens = _PASSAGE if repeats else _RANDOM
+    drawn = SamplingParams(
+        max_tokens=_TOKENS,
+        ignore_eos=True,
+        temperature=_COPYING if repeats else _RANDOMLY,
+        allowed_token_ids=PackedTokens.of(tokens),
+    )
+    return [
+        Prompt(
+            prompt_tokens=tuple(
+                tokens[(place + 17 * i) % len(tokens) if repeats else rng.randrange(len(tokens))]
+                for place in range(_PROMPT)
+            ),
+            sampling=replace(drawn, seed=100 * number + i),
+        )
+        for i in range(batch)
+        for rng in [Random(100 * number + i)]
+    ]
+
+
+def _build(directory: Path, speculation: dict[str, object]) -> "BuiltEngine":
+    from baton_engine.build import build_engine
+
+    return build_engine(
+        ModelConfig(model=str(directory), max_model_len=1024),
+        EngineConfig(kv_cache_memory_bytes=256 << 20, speculative_config=speculation),
+        secret=bytes(32),
+        memory=WorkerMemory(),
+        sink=None,
+        progress=lambda _what, _fraction: None,
+    )
+
+
+def measure(directory: Path, rounds: int, tell: Callable[[str], None]) -> dict[str, float]:
+    """All figures."""
+    guessing_built, plain_built = _build(directory, SPECULATION), _build(directory, {})
+    counts = guessing_built.speculation_counts
+    assert counts is not None
+    figures: dict[str, float] = {}
+    try:
+        guessing, plain = Timed(guessing_built), Timed(plain_built)
+        for name, repeats in (("repetitive", True), ("random", False)):
+            for batch in (1, 8):
+                found = _contest(guessing, plain, counts, rounds, batch, repeats=repeats)
+                figures |= {f"{key}_{name}_b{batch}": value for key, value in found.items()}
+                tell(f"{name}, batch {batch}: {found}")
+    finally:
+        guessing_built.host.close()
+        plain_built.host.close()
+    return figures
+
+
+def _contest(
+    guessing: Timed,
+    plain: Timed,
+    counts: "SpeculationCounts",
+    rounds: int,
+    batch: int,
+    *,
+    repeats: bool,
+) -> dict[str, float]:
+    """Turn about, the first round for warming up."""
+    rates: tuple[list[float], list[float]] = ([], [])
+    same = 0
+    before = (counts.draft_tokens, counts.accepted_tokens)
+    for number in range(rounds + 1):
+        prompts = _prompts(number, batch, repeats=repeats)
+        sides = [guessing, plain] if number % 2 else [plain, guessing]
+        told = {id(side): side.run(prompts) for side in sides}
+        (guessing_rate, guessed), (plain_rate, wanted) = told[id(guessing)], told[id(plain)]
+        same += sum(one == other for one, other in zip(guessed, wanted, strict=True))
+        if number:
+            rates[0].append(guessing_rate)
+            rates[1].append(plain_rate)
+    drafted, accepted = counts.draft_tokens - before[0], counts.accepted_tokens - before[1]
+    ratios = [one / other for one, other in zip(*rates, strict=True)]
+    return {
+        "ngram_over_plain": median(ratios),
+        "plain_tok_s": median(rates[1]),
+        "drafts_per_token": drafted / ((rounds + 1) * batch * _TOKENS),
+        "draft_acceptance": accepted / drafted if drafted else 0.0,
+        "same_texts": same / ((rounds + 1) * batch),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama116m")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of either engine")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(SHAPES[arguments.shape], Path(directory))
+        make_repeat(Path(directory))
+        figures = measure(Path(directory), arguments.rounds, print)
+    report = Report(
+        benchmark="speculation",
+        settings={
+            "shape": arguments.shape,
+            "rounds": arguments.rounds,
+            "prompt_tokens": _PROMPT,
+            "output_tokens": _TOKENS,
+        }
+        | {name: str(value) for name, value in SPECULATION.items()},
+        figures=figures,
+    )
+    for name, value in sorted(figures.items()):
+        print(f"{name:40} {value:.3f}")
+    if arguments.json is not None:
+        report.write(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What cannot become an engine is refused by name before any weights are read, with the real vLLM."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from baton.config.schema import EngineConfig, ModelConfig
+from baton.errors import BatonError, ConfigError, ModelLoadError
+from baton.ids import Role
+from baton_vllm import build
+from baton_vllm.settings import missing
+from kv_transfer.memory.arena import WorkerMemory
+from prefill_worker.sink import TransferSink
+from tests.baton_vllm.families import make_model
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore"),  # of torch and vLLM, while they are imported
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(missing() is not None, reason=missing() or ""),
+]
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine sets for its process ends with the test."""
+    for name, value in build._ENVIRONMENT.items():
+        monkeypatch.setenv(name, os.environ.get(name, value))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model("llama", folder)
+    return folder
+
+
+def refused(model: Path, dtype: str = "float32", **engine: object) -> BatonError:
+    with pytest.raises(BatonError) as caught:
+        build.build_vllm_engine(
+            ModelConfig(model=str(model), dtype=dtype),
+            EngineConfig(kind="vllm", kv_cache_memory_bytes=32 << 20, **engine),  # type: ignore[arg-type]
+            role=Role.HYBRID,
+            secret=bytes(32),
+            memory=WorkerMemory(),
+            sink=TransferSink(),
+            progress=lambda *_: None,
+        )
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_a_setting_that_vllm_does_not_have_is_refused_with_the_nearest_one(model: Path) -> None:
+    error = refused(model, vllm={"enforce_eagre": True})
+    assert isinstance(error, ConfigError)
+    assert error.param == "engine.vllm.enforce_eagre"
+    assert "did you mean enforce_eager?" in str(error)
+
+
+def test_a_device_that_this_vllm_has_not_is_refused(model: Path) -> None:
+    error = refused(model, device="cuda")
+    assert isinstance(error, ConfigError)
+    assert error.param == "engine.device"
+    assert "this vLLM is built for cpu" in str(error)
+
+
+def test_settings_that_contradict_each_other_are_refused_in_vllms_words(model: Path) -> None:
+    error = refused(model, vllm={"quantization": "awq"})
+    assert isinstance(error, ModelLoadError)
+    assert "Cannot find the config file for awq" in str(error)
+
+
+def test_a_model_that_vllm_does_not_know_is_refused_in_its_words(
+    model: Path, tmp_path: Path
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["architectures"] = ["NobodysForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    error = refused(tmp_path)
+    assert isinstance(error, ModelLoadError)
+    assert "NobodysForCausalLM" in str(error)
+
+
+def test_a_precision_that_a_quantisation_cannot_be_computed_in_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    error = refused(tmp_path)
+    assert "torch.float32 is not supported for quantization method fp8" in str(error)
+
+
+def test_latent_attention_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    make_model("deepseek-v2-latent", tmp_path)
+    assert "latent attention is not served on CPUs" in str(refused(tmp_path))

@@ -1,0 +1,121 @@
+"""vLLM's own scheduler behind the port: who goes first, who is ended, and that it has all its pages again."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.config.schema import EngineConfig, ModelConfig
+from baton.generation import FinishReason, Prompt, SamplingParams, SloTargets
+from baton.ids import Role, SeqId
+from baton_engine.messages import Abort, FlushCache, Generate, Released, StepEvents
+from baton_vllm import build
+from baton_vllm.settings import missing
+from kv_transfer.memory.arena import WorkerMemory
+from prefill_worker.sink import TransferSink
+from tests.baton_vllm.engine_run import prompt_tokens
+from tests.baton_vllm.families import make_model
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore"),  # of torch and vLLM, while they are imported
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(missing() is not None, reason=missing() or ""),
+]
+
+FIRST, ORDINARY, URGENT, ENDED = (SeqId(name) for name in ("first", "ordinary", "urgent", "ended"))
+
+
+class Told:
+    """What the engine has said."""
+
+    def __init__(self) -> None:
+        self.events: list[StepEvents] = []
+        self.came = threading.Condition()
+
+    def __call__(self, events: StepEvents) -> None:
+        with self.came:
+            self.events.append(events)
+            self.came.notify_all()
+
+    def wait_for(self, *names: SeqId) -> None:
+        """All have finished or been released."""
+        with self.came:
+            assert self.came.wait_for(lambda: {*names} <= {*self.over()}, timeout=60.0), self.over()
+
+    def over(self) -> list[SeqId]:
+        """In order."""
+        over: list[SeqId] = []
+        for told in self.events:
+            over += [event.seq_id for event in told.events if isinstance(event, Released)]
+            if (sampled := told.sampled) is not None:
+                finished = zip(sampled.seq_ids, sampled.finish_reasons, strict=True)
+                over += [name for name, finish in finished if finish is FinishReason.LENGTH]
+        return over
+
+
+@pytest.fixture
+def engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[build.BuiltVllm, Told]]:
+    """It runs one request at a time; not started."""
+    for name, value in build._ENVIRONMENT.items():
+        monkeypatch.setenv(name, os.environ.get(name, value))
+    make_model("llama", tmp_path)
+    built = build.build_vllm_engine(
+        ModelConfig(model=str(tmp_path), dtype="float32", max_model_len=512),
+        EngineConfig(
+            kind="vllm",
+            max_num_seqs=1,
+            kv_cache_memory_bytes=32 << 20,
+            vllm={"enforce_eager": True},
+        ),
+        role=Role.HYBRID,
+        secret=bytes(32),
+        memory=WorkerMemory(),
+        sink=TransferSink(),
+        progress=lambda *_: None,
+    )
+    told = Told()
+    built.host.attach(told)
+    yield built, told
+    built.host.close()
+
+
+def generate(seq_id: SeqId, length: int, *, max_tokens: int = 3, priority: int = 1) -> Generate:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return Generate(
+        seq_id=seq_id,
+        prompt=Prompt(
+            prompt_tokens=tuple(prompt_tokens(length)),
+            sampling=sampling,
+            slo=SloTargets(priority=priority),
+        ),
+    )
+
+
+def test_who_is_more_urgent_goes_first_who_is_ended_goes_at_once_and_all_pages_are_free_again(
+    engine: tuple[build.BuiltVllm, Told],
+) -> None:
+    built, told = engine
+    for command in (
+        generate(ORDINARY, 40),
+        generate(ENDED, 70, max_tokens=300),
+        generate(URGENT, 50, priority=2),
+        Abort(seq_id=ENDED),
+    ):
+        built.host.submit(command)
+    built.host.start()
+    told.wait_for(ORDINARY, URGENT, ENDED)
+    assert told.over() == [ENDED, URGENT, ORDINARY]
+    built.host.submit(generate(FIRST, 90, max_tokens=400))
+    with told.came:
+        assert told.came.wait_for(lambda: told.events[-1].load.running == 1, timeout=60.0)
+    built.host.submit(Abort(seq_id=FIRST))
+    built.host.submit(FlushCache())
+    told.wait_for(FIRST)
+    load = told.events[-1].load
+    assert (load.running, load.waiting, load.blocks_used) == (0, 0, 0)
+    assert load.blocks_free == built.limits.num_blocks

@@ -1,0 +1,71 @@
+"""Guessed tokens over real clusters: a pair that guesses answers as a hybrid worker that does not."""
+
+import re
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.baton_engine.tiny_models import make_model
+from tests.e2e.served import serve
+
+pytestmark = pytest.mark.alone
+
+PAIR = ("--prefill-workers", "1", "--decode-workers", "1")
+HYBRID = ("--hybrid-workers", "1")
+COMMON = ("--dtype", "float32", "--kv-cache-memory", "32MiB", "--deterministic")
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}'
+FEW = {"allowed_token_ids": [66, 67, 68, 69], "logprobs": 2}
+ASKED: tuple[dict[str, Any], ...] = (
+    FEW | {"temperature": 0},
+    FEW | {"temperature": 0, "max_tokens": 17},
+    FEW | {"seed": 7, "n": 3},
+    FEW | {"seed": 8, "presence_penalty": 1.0, "repetition_penalty": 1.2},
+    {"structured_outputs": {"regex": "(ab|abc){4,30}"}, "seed": 9, "n": 2},
+)
+
+
+def test_a_pair_that_guesses_answers_as_a_worker_that_does_not(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "llama", "llama")
+    with serve(str(model), *HYBRID, *COMMON) as cluster, cluster.client() as http:
+        plain = [_choices(http, fields) for fields in ASKED]
+        # A text ends in the middle of what a step confirms.
+        text = plain[0][0]["text"]
+        stops = [{"temperature": 0, "stop": [text[at : at + 3]]} | FEW for at in (9, 14, 20)]
+        plain += [_choices(http, fields) for fields in stops]
+    guessing = ("--speculative-config", DRAFTS)
+    port = _two_free_ports()
+    with (
+        serve(str(model), *PAIR, *COMMON, *guessing, "--worker-metrics-port", str(port)) as cluster,
+        cluster.client() as http,
+    ):
+        guessed = [_choices(http, fields) for fields in (*ASKED, *stops)]
+        accepted = sum(_accepted(port + worker) for worker in range(2))
+    assert guessed == plain
+    assert accepted > 20
+
+
+def _choices(http: httpx.Client, fields: dict[str, Any]) -> list[dict[str, Any]]:
+    asked = {"prompt": "one two one two one", "max_tokens": 60, "temperature": 1.0}
+    reply = http.post("/v1/completions", json=asked | fields)
+    assert reply.status_code == 200, reply.text
+    choices: list[dict[str, Any]] = reply.json()["choices"]
+    return choices
+
+
+def _accepted(port: int) -> float:
+    told = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    found = re.search(r"^vllm:spec_decode_num_accepted_tokens_total (\S+)$", told, re.M)
+    return float(found[1]) if found else 0.0
+
+
+def _two_free_ports() -> int:
+    """The first of two that follow each other."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as one:
+            port: int = one.getsockname()[1]
+            with suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+                return port
