@@ -95,16 +95,15 @@ async def answers(cluster: Served, asked: list[dict[str, Any]]) -> list[list[Cho
         return list(await asyncio.gather(*map(answer, asked)))
 
 
-def _worker(cluster: Served, name: str) -> psutil.Process | None:
-    return next((p for p in cluster.children() if name in p.cmdline()), None)
-
-
 async def kill_in_turn(cluster: Served, killed: list[str]) -> None:
     """One worker after the other, each when both of its role are there, and it has something to do."""
-    for name in itertools.cycle(WORKERS):
-        while not await asyncio.to_thread(_kill_busy, cluster, name):
-            await asyncio.sleep(0.02)
-        killed.append(name)
+    turns = itertools.cycle(WORKERS)
+    name = next(turns)
+    while True:
+        if await asyncio.to_thread(_kill_busy, cluster, name):
+            killed.append(name)
+            name = next(turns)
+        await asyncio.sleep(0.02)
 
 
 def _kill_busy(cluster: Served, name: str) -> bool:
@@ -153,8 +152,10 @@ def test_pairs_whose_workers_are_killed_give_what_one_worker_gives(tmp_path: Pat
     with serve(str(model), *PAIRS, *COMMON) as cluster:
         rounds = asyncio.run(rounds_under_kills(cluster, asked, killed))
         moved = _migrations(cluster)
-    print(f"{len(rounds)} rounds of {CASES} cases, {moved:g} moved; killed: {killed}")
-    for found in rounds:
-        both = zip(asked, expected, found, strict=True)
-        assert [pair for pair in both if pair[1] != pair[2]] == []
-    assert moved > 0
+        for found in rounds:
+            both = zip(asked, expected, found, strict=True)
+            assert [pair for pair in both if pair[1] != pair[2]] == []
+        print(
+            f"{len(rounds)} rounds of {CASES} cases, {moved:g} moved; killed: {killed}", flush=True
+        )
+        assert moved > 0
