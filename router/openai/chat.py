@@ -140,7 +140,7 @@ class ChatWriter:
         content = await chat_logprobs(
             take_logged(deltas), count, self._pieces, by_id=self._names_by_id
         )
-        return _LOGPROBS % content
+        return _LOGPROBS % b"".join(content)
 
     def _logprobs_json(self, delta: Delta) -> bytes:
         count = self._body.num_logprobs

@@ -9,7 +9,7 @@ import msgspec
 
 from baton.generation import TokenLogprobs
 from router.generation.generation_run import LoggedToken
-from router.http.streaming import json_array
+from router.http.streaming import json_array, json_array_pieces
 from router.text.token_bytes import PieceTable
 from router.text.tokenizer import Tokenizer
 
@@ -47,9 +47,9 @@ def chat_entries(
 
 async def chat_logprobs(
     logged: Iterable[LoggedToken], count: int, pieces: PieceTable, *, by_id: bool = False
-) -> bytes:
-    """The JSON array of these."""
-    return await json_array(chat_entries(logged, count, pieces, by_id=by_id), _AT_ONCE)
+) -> list[bytes]:
+    """The JSON array of these, in pieces."""
+    return await json_array_pieces(chat_entries(logged, count, pieces, by_id=by_id), _AT_ONCE)
 
 
 def _chat_token(token_id: int, logprob: float, name: TokenName, pieces: PieceTable) -> Entry:

@@ -14,7 +14,7 @@ from router.http.account import account_of
 from router.http.body import BodyReader
 from router.http.fields import MAX_PROMPT_TOKENS, Body, Tokens, refusal
 from router.http.known_fields import Api
-from router.http.streaming import json_array, json_reply, json_text
+from router.http.streaming import json_array_pieces, json_reply, json_text
 from router.openai.conversation import (
     Messages,
     TemplateArguments,
@@ -117,11 +117,11 @@ class Tokenization:
         tokens = await self._token_ids(body, model)
         counts = Tokenized(count=len(tokens), max_model_len=model.max_model_len, tokens=[])
         head = counts.model_dump_json(include={"count", "max_model_len"}).encode()[:-1]
-        listed = await json_array(tokens, _WRITTEN_AT_ONCE)
-        spelt = b"null"
+        listed = await json_array_pieces(tokens, _WRITTEN_AT_ONCE)
+        spelt = [b"null"]
         if body.return_token_strs:
-            spelt = await json_array(map(self._tokenizer.token_text, tokens), _NAMES_AT_ONCE)
-        return json_reply([head, b',"tokens":', listed, b',"token_strs":', spelt, b"}"])
+            spelt = await json_array_pieces(map(self._tokenizer.token_text, tokens), _NAMES_AT_ONCE)
+        return json_reply([head, b',"tokens":', *listed, b',"token_strs":', *spelt, b"}"])
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""

@@ -23,6 +23,8 @@ async def test_an_array_is_written_with_turns_for_others():
     assert turns >= 100
     assert await writing == str(list(range(1000))).replace(" ", "").encode()
     assert await streaming.json_array([], 10) == b"[]"
+    assert await streaming.json_array_pieces([], 10) == [b"[", b"]"]
+    assert await streaming.json_array([1, 2, 3], 2) == b"[1,2,3]"
 
 
 async def test_a_large_reply_is_sent_some_at_a_time_and_a_small_one_at_once():

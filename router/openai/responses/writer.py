@@ -178,21 +178,21 @@ class ResponseWriter:
             user=body.user,
         )
 
-    async def _logprobs(self, deltas: Sequence[Delta]) -> bytes:
+    async def _logprobs(self, deltas: Sequence[Delta]) -> list[bytes]:
         count = self._body.num_logprobs
         if count is None:
-            return b"[]"
+            return [b"[]"]
         return await chat_logprobs(take_logged(deltas), count, self._pieces)
 
     def _next(self) -> int:
         return next(self._numbers)
 
 
-def _with_logprobs(json: bytes, logprobs: bytes) -> list[bytes]:
+def _with_logprobs(json: bytes, logprobs: Sequence[bytes]) -> list[bytes]:
     """The pieces of `json` with log-probabilities in the place of their empty list. No text of a client's has that sign by sign: within
     JSON's strings a quotation mark has a backslash before it."""
     before, _, after = json.partition(b'"logprobs":[]')
-    return [before, b'"logprobs":', logprobs, after]
+    return [before, b'"logprobs":', *logprobs, after]
 
 
 def _usage(run: GenerationRun) -> ResponseUsage:
