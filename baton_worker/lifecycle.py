@@ -36,6 +36,7 @@ from baton_engine.ports import LayerReady
 from baton_worker.legs import LegKey, LegNames, LegState, StreamId, WorkerLeg, WorkerLegTable
 from baton_worker.messages import (
     KINDS_OF_ROLE,
+    STANDS_IN,
     FailedMessage,
     LegBroken,
     LegCancelled,
@@ -94,7 +95,7 @@ class LegLifecycle:
             self._hand_offs[LegKind.PREFILL] = sending
         if receiving is not None:
             self._hand_offs[LegKind.RECEIVE] = receiving
-        self.takes = KINDS_OF_ROLE[role]
+        self.takes = KINDS_OF_ROLE[role] | STANDS_IN
         self.draining = False
         self._asked_for: OrderedDict[RequestId, list[LegNames]] = OrderedDict()
         """The legs of the last requests, ended or not."""

@@ -36,7 +36,10 @@ KINDS_OF_ROLE: dict[Role, frozenset[LegKind]] = {
     Role.DECODE: frozenset({LegKind.RECEIVE, LegKind.GENERATE}),
     Role.HYBRID: frozenset(LegKind),
 }
-"""Kinds of legs that a worker takes in each role."""
+"""Kinds of legs that make a role: routers ask for them, and a change of role waits for those that the new one lacks."""
+
+STANDS_IN = frozenset({LegKind.GENERATE})
+"""Kinds that a worker takes in any role: a router asks a prefill worker for whole generations while no worker decodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from baton_worker.legs import WorkerLegTable
 from baton_worker.lifecycle import LegLifecycle
 from baton_worker.messages import (
     KINDS_OF_ROLE,
+    STANDS_IN,
     Connect,
     FailedMessage,
     HandedOffMessage,
@@ -172,8 +173,8 @@ class WorkerService:
         self._routers.report_load()
 
     def take_role(self, role: Role) -> None:
-        """Takes the legs of `role` from now on, and tells the routers so."""
-        self._lifecycle.takes = KINDS_OF_ROLE[role]
+        """Takes the legs of `role` from now on, and those of `STANDS_IN`; tells the routers so."""
+        self._lifecycle.takes = KINDS_OF_ROLE[role] | STANDS_IN
         if role is not self.hello.role:
             self.hello = replace(self.hello, role=role)
             self._routers.greet_again(self.hello)

@@ -41,10 +41,8 @@ class ClusterStatus:
         self._clock = clock
 
     def ready(self) -> bool:
-        """Whether a worker that decodes takes new requests; where no other prefills, it does."""
-        if self._generator.draining:
-            return False
-        return any(w.hello.role.decodes for w in self._view.usable(self._clock.now_s()))
+        """Whether a worker takes new requests: where no other is left, each runs whole ones."""
+        return not self._generator.draining and bool(self._view.usable(self._clock.now_s()))
 
     def healthy(self) -> bool:
         """Whether the timer of waits and deadlines runs and so does every link."""

@@ -7,8 +7,8 @@ Pure: no processes, no clock. Time comes in as `now_s` (monotonic seconds). The 
        └────back-off─────┴─────────────────┘        on stop: any ──▶ STOPPING ──exit──▶ GONE
 
 A child that ends before it was ever ready ends the launch: a wrong model path does not get better by trying again. Once
-it has been ready, its end is an accident, and it starts again after a wait that doubles (`baton.backoff`). A child without which the others can
-serve is never waited for, and whenever it ends, that is an accident.
+it has been ready, its end is an accident: one that has served starts again at once, one that has not, after a wait that doubles
+(`baton.backoff`). A child without which the others can serve is never waited for, and whenever it ends, that is an accident.
 """
 
 from collections.abc import Callable, Iterable
@@ -124,8 +124,8 @@ class AnnounceRecovered:
 Announcement = AnnounceReady | AnnounceRestart | AnnounceRecovered
 Action = StartProcess | Stop | Kill | GiveUp | Announcement
 
-STABLE_S = 60.0
-"""Ready for this long, a child's earlier ends are forgiven: its next wait is the first one again."""
+SERVED_S = 1.0
+"""Ready for this long, a child has served: its end has nothing to do with how it starts, and its earlier ends are forgiven."""
 
 KILL_GRACE_S = 5.0
 """A child drains by itself for the drain timeout; only this much later is it killed."""
@@ -185,7 +185,8 @@ class _Child:
     state: ChildState = ChildState.WAITING
     incarnation: Incarnation | None = None
     was_ready: bool = False
-    ends_in_a_row: int = 0
+    has_ended: bool = False
+    failed_starts: int = 0
     last_words: BatonError | None = None
     # What the moment means depends on the state: when to start, when it last moved, since when ready, when to kill.
     moment_s: float = 0.0
@@ -334,7 +335,7 @@ class Supervisor:
         if not self._launched and self._can_serve():
             self._launched = True
             return [AnnounceReady()]
-        return [AnnounceRecovered(name=child.member.name)] if child.ends_in_a_row else []
+        return [AnnounceRecovered(name=child.member.name)] if child.has_ended else []
 
     def _can_serve(self) -> bool:
         needed = (child for child in self._children.values() if child.member.is_needed)
@@ -353,9 +354,9 @@ class Supervisor:
         return [self._back_off(child, returncode, now_s)]
 
     def _back_off(self, child: _Child, returncode: int, now_s: float) -> Action:
-        stable = child.state is ChildState.READY and now_s - child.moment_s >= STABLE_S
-        child.ends_in_a_row = 1 if stable else child.ends_in_a_row + 1
-        after_s = self._policy.restart_backoff.wait_s(child.ends_in_a_row)
+        served = child.state is ChildState.READY and now_s - child.moment_s >= SERVED_S
+        after_s = 0.0 if served else self._policy.restart_backoff.wait_s(child.failed_starts + 1)
+        child.has_ended, child.failed_starts = True, 0 if served else child.failed_starts + 1
         reason = describe_exit(returncode)
         if child.last_words is not None:
             reason = f"{reason}: {child.last_words.message}"

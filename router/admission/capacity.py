@@ -7,6 +7,7 @@ waits inside a worker can be neither reordered nor taken back cheaply.
 from typing import Protocol
 
 from router.ports import GenerationRequest
+from router.routing.policy import decoders_of
 from router.routing.predictive import queue_s
 from router.routing.view import ClusterView, WorkerView
 from router.slo import Slo
@@ -57,9 +58,9 @@ class WorkerCapacity:
         dispatcher waits for one, and fails the request if none comes.
         """
         usable = self._view.usable(now_s)
-        decoders = [worker for worker in usable if worker.hello.role.decodes]
-        if not decoders:
+        if not usable:
             return True
+        decoders = decoders_of(usable)
         prefillers = [worker for worker in usable if worker.hello.role.prefills_for_others]
         return any(self._can_prefill(worker, now_s) for worker in prefillers or decoders) and any(
             self._can_decode_request(worker, request) for worker in decoders

@@ -18,7 +18,7 @@ from router.ports import Timing
 from router.routing.chains import chain_of
 from router.routing.explanation import DecisionLog, Measured
 from router.routing.index import PrefixIndex
-from router.routing.policy import Demand, Pair, Policy, Unavailable
+from router.routing.policy import Demand, Pair, Policy, Unavailable, decoders_of
 from router.routing.table import Fingerprints, HeldBySlot
 from router.routing.view import ClusterView, WorkerView
 
@@ -177,7 +177,7 @@ class Placement:
         """Workers that should decode nothing more. If that is all of them it is none: a request that was admitted, and lost its
         worker, continues on any.
         """
-        decoders = [worker for worker in workers if worker.can_decode]
+        decoders = decoders_of(workers)
         full = frozenset(w.identity for w in decoders if not self._has_capacity(w, request, prompt))
         return full if len(full) < len(decoders) else frozenset()
 

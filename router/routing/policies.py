@@ -106,8 +106,8 @@ class AdditivePolicy:
     def pair(
         self, workers: Collection[WorkerView], demand: Demand, rng: Random
     ) -> Pair | Unavailable:
-        """The cheapest way. A decode worker prefills for itself only when no other worker can; a hybrid one whenever
-        that is cheaper.
+        """The cheapest way. A decode worker prefills for itself only when no other worker can, a prefill worker decodes only then; a
+        hybrid one does both whenever that is cheaper.
         """
         decoders = demand.decoders(workers)
         if not decoders:
@@ -142,7 +142,8 @@ class AdditivePolicy:
             if prefillers and takers:
                 yield self._handed_off(prefillers, takers, demand, rng)
             if both:
-                yield self._local(both, RouteKind.HYBRID, demand, rng)
+                kind = RouteKind.HYBRID if both[0].can_decode else RouteKind.NO_DECODER
+                yield self._local(both, kind, demand, rng)
 
     def _handed_off(
         self,

@@ -4,7 +4,7 @@ Policies are small pure classes, chosen by name or loaded from outside (`router.
 `WorkerView`s and prompts through a `Demand`, and answer with a `Pair`.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from random import Random
@@ -38,11 +38,10 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     session: int = 0
     now_s: float = 0.0
 
-    def decoders(self, workers: Iterable[WorkerView]) -> list[WorkerView]:
+    def decoders(self, workers: Collection[WorkerView]) -> Sequence[WorkerView]:
         """Those of `workers` that may decode it."""
-        if self.full:
-            return [w for w in workers if w.can_decode and w.identity not in self.full]
-        return [worker for worker in workers if worker.can_decode]
+        found = decoders_of(workers)
+        return [w for w in found if w.identity not in self.full] if self.full else found
 
     def held_by(self, worker: WorkerView) -> int:
         """Tokens that `worker` need not compute nor be sent; the last one is always computed."""
@@ -57,6 +56,11 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         return self.tokens - self.held_by(worker)
 
 
+def decoders_of(workers: Collection[WorkerView]) -> Sequence[WorkerView]:
+    """Those of `workers` that decode by their role. Where none is left all of them: a prefill worker can run a whole request, too."""
+    return [worker for worker in workers if worker.can_decode] or tuple(workers)
+
+
 class RouteKind(Enum):
     """How a request's legs lie; the values are those of `baton_route_decisions_total`."""
 
@@ -64,6 +68,7 @@ class RouteKind(Enum):
     HYBRID = "hybrid"
     ON_DECODE = "on_decode"
     NO_PREFILLER = "no_prefiller"
+    NO_DECODER = "no_decoder"
     TAKE_OVER = "take_over"
     UNAVAILABLE = "unavailable"
 

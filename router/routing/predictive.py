@@ -186,6 +186,7 @@ class Candidates:
     Args:
         members: All of them.
         full: Those that should decode nothing more.
+        stand_in: No worker of any layout decodes by its role, so that all of them may.
 
     Attributes:
         prefillers: Those that compute prompts for others.
@@ -196,9 +197,16 @@ class Candidates:
 
     __slots__ = ("decoders", "prefillers", "receivers", "slots")
 
-    def __init__(self, members: Sequence[WorkerView], full: Set[WorkerIdentity]) -> None:
+    def __init__(
+        self,
+        members: Sequence[WorkerView],
+        full: Set[WorkerIdentity],
+        *,
+        stand_in: bool = False,
+    ) -> None:
         self.prefillers = tuple(worker for worker in members if worker.can_prefill)
-        self.decoders = tuple(w for w in members if w.can_decode and w.identity not in full)
+        decoders = members if stand_in else [worker for worker in members if worker.can_decode]
+        self.decoders = tuple(worker for worker in decoders if worker.identity not in full)
         self.receivers = tuple(worker for worker in self.decoders if worker.takes_kv)
         self.slots = 1 + max((worker.slot for worker in members), default=-1)
 
@@ -411,7 +419,8 @@ class Predictive:
         for worker in workers:
             members.setdefault(worker.layout_group, []).append(worker)
         self._workers, self._full = workers, full
-        self._groups = [Candidates(group, full) for group in members.values()]
+        stand_in = not any(worker.can_decode for worker in workers)
+        self._groups = [Candidates(group, full, stand_in=stand_in) for group in members.values()]
         return self._groups
 
     def _choices(self, candidates: Candidates, demand: Demand, rng: Random) -> list[_Choice]:
@@ -425,6 +434,8 @@ class Predictive:
             if not single.prefill.can_prefill:
                 rank = (rank[0] + _rounded(self._local.margin_s), *rank[1:])
                 kind = RouteKind.ON_DECODE
+            elif not single.prefill.can_decode:
+                kind = RouteKind.NO_DECODER
             choices.append((rank, single, kind, found.rationale))
         return choices
 

@@ -70,14 +70,20 @@ class Served:
 
     def child(self, role: str) -> psutil.Process:
         """The one child that runs `role` (as its command line shows)."""
-        found = [
-            p for p in self.children() if f"baton_cluster.roles {role}" in " ".join(p.cmdline())
-        ]
-        assert len(found) == 1, [p.cmdline() for p in self.children()]
+        found = [p for p in self.children() if f"baton_cluster.roles {role}" in _command(p)]
+        assert len(found) == 1, [_command(p) for p in self.children()]
         return found[0]
 
 
-def eventually(holds: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def _command(process: psutil.Process) -> str:
+    """Its command line; nothing once it is gone."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def eventually(holds: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
     """Waits until `holds`; fails naming `what` when it does not come true in time."""
     deadline = time.monotonic() + timeout_s
     while not holds():

@@ -9,7 +9,7 @@ from baton.errors import ModelLoadError
 from baton.ids import Incarnation
 from baton_cluster.launch.supervisor import (
     KILL_GRACE_S,
-    STABLE_S,
+    SERVED_S,
     AnnounceReady,
     AnnounceRecovered,
     AnnounceRestart,
@@ -165,10 +165,11 @@ def test_the_wait_doubles_up_to_its_maximum():
     assert waits_of(launched(), 6, ready_for_s=0.0) == [1, 2, 4, 8, 8, 8]
 
 
-def test_the_wait_begins_anew_after_a_stable_time():
+def test_a_child_that_has_served_starts_again_at_once_and_its_earlier_ends_are_forgiven():
     cluster = launched()
     assert waits_of(cluster, 3, ready_for_s=0.0) == [1, 2, 4]
-    assert waits_of(cluster, 3, ready_for_s=STABLE_S) == [1, 1, 1]
+    assert waits_of(cluster, 3, ready_for_s=SERVED_S) == [0, 0, 0]
+    assert waits_of(cluster, 2, ready_for_s=0.0) == [1, 2]
 
 
 @given(st.integers(0, 5000))

@@ -647,6 +647,22 @@ def test_a_lost_decode_worker_is_replaced_with_the_token_log(core):
     assert tokens_in(actions) == [drawn(0, 2, 4)]
 
 
+def test_the_only_decode_worker_is_replaced_by_a_prefill_worker_until_it_is_back(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    core(handed_off(p))
+    core(decoded(d, drawn(0, 1, 4)))
+    instead = sent(core(WorkerLost(worker=d.worker, reason="killed")), LegKind.GENERATE)
+    assert instead.worker == p.worker
+    assert instead.prompt.output_tokens == (0, 1)
+    assert tokens_in(core(decoded(instead, drawn(0, 2, 4)))) == [drawn(0, 2, 4)]
+    core(ClientGone(request_id=REQUEST))
+    core.join("d0", incarnation=2)
+    _, again = start_pair(core)
+    assert again.worker.worker_id == "d0"
+
+
 def test_a_worker_that_falls_silent_is_replaced_with_the_token_log(core):
     core.join("p0", "d0", "d1")
     p, d = start_pair(core)
@@ -859,7 +875,7 @@ def test_the_only_worker_is_tried_again_after_a_pause(core):
 
 
 def test_a_worker_that_stands_still_does_not_use_up_the_attempts(core):
-    """The way to it fails at once, again and again, before its silence is long enough to tell; then nobody asks it any more."""
+    """The way to it fails at once, again and again, before its silence is long enough to tell; then it is not asked any more, and a prefill worker runs all of it."""
     core.join("p0", "d0")
     broken = TransferError("the session with d0 broke")
     p, _ = start_pair(core)
@@ -867,9 +883,8 @@ def test_a_worker_that_stands_still_does_not_use_up_the_attempts(core):
     core(failed(p, broken))
     second = sent(core.pass_time_hearing(0.5, "p0"), LegKind.PREFILL)
     core(failed(second, broken))
-    assert core.pass_time_hearing(10.0, "p0") == []
-    (decode,) = (w.identity for w in core.view.workers if w.hello.role is Role.DECODE)
-    assert sent(core(LoadReported(worker=decode, load=WorkerLoad())), LegKind.PREFILL)
+    instead = sent(core.pass_time_hearing(10.0, "p0"), LegKind.GENERATE)
+    assert instead.worker.worker_id == "p0"
 
 
 def test_a_worker_that_drains_is_not_asked_again(core):

@@ -9,7 +9,7 @@ from baton.generation import WorkerLoad
 from baton.ids import LayerName, Role
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
-from router.routing.policy import Demand, Pair, RouteKind, Unavailable
+from router.routing.policy import Demand, Pair, RouteKind
 from router.routing.view import ClusterView
 from tests.router.known_workers import hello, layout
 
@@ -49,10 +49,19 @@ def test_a_pair_is_one_worker_of_each_kind(policy):
 
 
 @pytest.mark.parametrize("policy", ALL)
-def test_without_a_worker_that_decodes_there_is_no_pair(policy):
+def test_without_a_worker_that_decodes_a_prefill_worker_does_it(policy):
     chosen = Cluster("p0").choose(policy)
-    assert isinstance(chosen, Unavailable)
-    assert "decode" in chosen.reason
+    assert chosen.kind is RouteKind.NO_DECODER
+    assert chosen.local
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_while_one_worker_decodes_no_prefill_worker_does(policy):
+    cluster = Cluster("p0", "p1", "d0")
+    cluster["d0"].decode_sequences, cluster["d0"].decode_tokens = 40, 40_000
+    for _ in range(20):
+        chosen = cluster.choose(policy)
+        assert chosen.decode.can_decode
 
 
 @pytest.mark.parametrize("policy", ALL)
