@@ -103,9 +103,7 @@ def install(app: FastAPI, status: RouterStatus, version: str, registry: Collecto
     """Adds the paths that probes, balancers and dashboards ask for."""
 
     health = Probe("/health", status.healthy, "The links to the workers make no progress.")
-    ready = Probe(
-        "/ready", status.ready, "No prefill and decode pair and no hybrid worker is ready."
-    )
+    ready = Probe("/ready", status.ready, "No worker is ready.")
 
     @app.get("/health", response_model=dict[str, str], responses=error_responses(503))
     async def get_health() -> Response | dict[str, str]:

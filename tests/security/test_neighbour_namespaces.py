@@ -269,13 +269,13 @@ def _start(
             told += ["--advertise", reached[role]]
         workers[role] = process(host, "simulated", role, "--role", role, *told, *pace)
     process(hosts[0], "router", "router", "--host", "127.0.0.1")
-    url = f"http://127.0.0.1:{HTTP_PORT}/ready"
-    eventually(lambda: hosts[0].run(lambda: _is_ready(url)), "the router has both workers", 60)
+    url = f"http://127.0.0.1:{HTTP_PORT}/metrics"
+    eventually(lambda: hosts[0].run(lambda: _has_both(url)), "the router has both workers", 60)
     return Cluster(hosts[0], workers)
 
 
-def _is_ready(url: str) -> bool:
+def _has_both(url: str) -> bool:
     try:
-        return httpx.get(url, timeout=5).status_code == 200
+        return httpx.get(url, timeout=5).text.count("vllm:cache_config_info{") == 2
     except httpx.TransportError:
         return False

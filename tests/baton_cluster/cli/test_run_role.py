@@ -145,7 +145,7 @@ def test_four_processes_that_were_started_alone_serve_together(
     start("decode", "--listen", f"127.0.0.1:{decode}")
     start("router", "--host", "127.0.0.1")
     with httpx.Client(base_url=f"http://127.0.0.1:{http}", timeout=60) as client:
-        eventually(lambda: _ready(client), "the router has both workers", 90)
+        eventually(lambda: _has_both(client), "the router has both workers", 90)
         body = {"model": "baton-demo", "prompt": "def main" * 40, "max_tokens": 4}
         reply = client.post("/v1/completions", json=body)
         assert reply.status_code == 200, reply.text
@@ -170,8 +170,8 @@ async def _pool_nodes(redis_url: str) -> tuple[NodeState, ...]:
         await redis.aclose()
 
 
-def _ready(client: httpx.Client) -> bool:
+def _has_both(client: httpx.Client) -> bool:
     try:
-        return client.get("/ready").status_code == 200
+        return client.get("/metrics").text.count("vllm:cache_config_info{") == 2
     except httpx.TransportError:
         return False

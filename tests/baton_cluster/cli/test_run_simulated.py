@@ -54,7 +54,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[Processes, httpx.Client]]:
             processes.start("simulated", f"{name}-0", "--role", name, "--listen", listen, *pace)
         processes.start("router", "router", "--host", "127.0.0.1")
         client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{http}", timeout=60))
-        eventually(lambda: _ready(client), "the router has both workers", 60)
+        eventually(lambda: _has_both(client), "the router has both workers", 60)
         yield processes, client
 
 
@@ -107,8 +107,8 @@ def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
             process.wait(timeout=30)
 
 
-def _ready(client: httpx.Client) -> bool:
+def _has_both(client: httpx.Client) -> bool:
     try:
-        return client.get("/ready").status_code == 200
+        return client.get("/metrics").text.count("vllm:cache_config_info{") == 2
     except httpx.TransportError:
         return False
