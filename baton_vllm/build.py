@@ -11,7 +11,6 @@ from baton.errors import ConfigError, ModelLoadError
 from baton.ids import LayerName, Role
 from baton.layout import KvLayout
 from baton_engine.grammar import load_compiler
-from baton_engine.models.config import resolve_model
 from baton_engine.ports import ArenaAllocator, GrammarCounts, LayerSink
 from baton_engine.scheduling.limits import EngineLimits
 from baton_vllm.block_events import BlockNames
@@ -108,6 +107,9 @@ def build_vllm_engine(
         num_blocks=core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
         vocab_size=vllm_config.model_config.get_vocab_size(),
     )
+    # Here, for it imports torch: workers without a model look at this module, too.
+    from baton_engine.models.config import resolve_model
+
     eos_ids, names = _eos_ids(vllm_config.model_config), BlockNames(secret, layout)
     progress("reading the tokenizer", None)
     grammars = load_compiler(
