@@ -138,7 +138,7 @@ def test_a_stream_whose_decode_worker_is_killed_goes_on_with_its_tokens_from_the
     stream = _Stream(cluster, _prompt(1), max_tokens=1500)
     stream.start()
     victim = cluster.child("decode")
-    stream.wait_for(500)
+    stream.wait_for(1000)
     victim.kill()
     known = len(stream.tokens)
     assert_gone([victim])
