@@ -416,8 +416,9 @@ class ClusterConfig:
             one that is issued in memory from `secret`. Needs `tls_key` and `tls_authority`.
         tls_key: File with its private key.
         tls_authority: File with the certificate by which those of the other processes are signed.
-        restart_backoff_s: First wait before a process that died before it had served for a second is started again; doubles up to
-            `restart_backoff_max_s`. One that has served is started again at once.
+        restart_backoff_s: First wait before a process that ended is started again; doubles with each end in a row up to
+            `restart_backoff_max_s`. For one that had served for a second there is none at its first end, and at the next ones
+            the time for which it was ready counts as waited. After a minute of being ready its ends are forgotten.
         restart_backoff_max_s: Longest such wait.
         startup_timeout_s: How long a process may take to become ready without showing progress.
         drain_timeout_s: How long a stop waits for requests in flight.
