@@ -179,6 +179,8 @@ class RouterConfig:
         max_connections: HTTP connections on which requests are answered. Where there are as many, one without a request gives way to a
             new one, and where all have one, probes are answered still. None for what the limit of file descriptors leaves.
         max_attempts: How often the legs of a request may be started before it fails.
+        worker_wait_s: How long a request waits while there is no worker that could take it; then 503. About what a restart takes, model
+            included. One whose client has some of its tokens waits until its deadline.
         silence_timeout_s: A worker that says nothing for this long, though it should twice per second, is suspected:
             its requests go on elsewhere, and it gets nothing new until it is heard from.
         max_queued_bytes_per_client: Output a slow client may leave unread before its request is cancelled.
@@ -209,6 +211,7 @@ class RouterConfig:
     http_keep_alive_s: float = 75.0
     max_connections: int | None = None
     max_attempts: int = 3
+    worker_wait_s: float = 15.0
     silence_timeout_s: float = 5.0
     max_queued_bytes_per_client: int = 4 * 1024 * 1024
     guardrails: tuple[str, ...] = ()
