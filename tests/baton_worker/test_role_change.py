@@ -172,8 +172,8 @@ async def test_the_prefix_cache_outlives_a_change_of_role(tmp_path: Path):
         assert again.cached_tokens == 40
 
 
-def whole(leg_id: int, tokens: tuple[int, ...]) -> worker_pb2.Command:
-    leg = prompt_to_proto(LegId(leg_id), RequestId("r"), tokens)
+def whole(leg_id: int, asked: Prompt) -> worker_pb2.Command:
+    leg = prompt_to_proto(LegId(leg_id), RequestId("r"), asked)
     return worker_pb2.Command(generate=worker_pb2.Generate(request=leg))
 
 
