@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -36,7 +37,6 @@ from baton_engine.models.decoder import Decoder
 from baton_engine.models.loader import load_decoder
 from baton_engine.ports import (
     ArenaAllocator,
-    GrammarCompiler,
     GrammarCounts,
     LayerSink,
     SpeculationCounts,
@@ -45,6 +45,9 @@ from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from baton_engine.grammar import MatcherCompiler
 
 CPU_BLOCK_TOKENS = 16
 GPU_BLOCK_TOKENS = 64
@@ -204,7 +207,7 @@ def _scheduler(
     )
 
 
-def _grammar_compiler(choice: _Choice, config: GrammarConfig) -> GrammarCompiler | None:
+def _grammar_compiler(choice: _Choice, config: GrammarConfig) -> "MatcherCompiler | None":
     from baton_engine.grammar import load_compiler
 
     spec = choice.spec
