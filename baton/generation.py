@@ -189,3 +189,4 @@ class WorkerLoad:
     pool_fetch_s: float = 0.0
     blocks_leaked: int = 0
     drained_by: str = ""
+    changing_role: bool = False

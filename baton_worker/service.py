@@ -157,7 +157,7 @@ class WorkerService:
         self._routers.report_load()
 
     def narrow_role(self, role: Role) -> None:
-        """Takes only those legs from now on that its role and `role` have in common, and tells the routers so.
+        """Takes only those legs from now on that its role and `role` have in common, and those of `STANDS_IN`; tells the routers so.
 
         Raises:
             InvalidRequestError: It can never take all legs of `role`.
@@ -169,7 +169,7 @@ class WorkerService:
             if kinds == common:
                 self.take_role(narrower)
                 return
-        self._lifecycle.takes = frozenset()  # prefill to decode, or back: routers see it drain
+        self._lifecycle.takes = STANDS_IN  # prefill to decode, or back: routers see it drain
         self._routers.report_load()
 
     def take_role(self, role: Role) -> None:
@@ -209,8 +209,13 @@ class WorkerService:
 
     def load(self) -> WorkerLoad:
         """The engine's last report, completed."""
-        leaving = self._lifecycle.draining or not self._lifecycle.takes
-        load = replace(self._load, draining=leaving, drained_by=self._drained_by)
+        draining, changing = self._lifecycle.draining, self._lifecycle.takes == STANDS_IN
+        load = replace(
+            self._load,
+            draining=draining or changing,
+            drained_by=self._drained_by,
+            changing_role=changing and not draining,
+        )
         return load if self._complete_load is None else self._complete_load(load)
 
     async def close(self) -> None:

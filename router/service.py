@@ -204,14 +204,16 @@ def compose(
         secret: The cluster secret, 32 bytes.
         credentials: Of this process; without them workers are reached by Unix sockets only.
         clock: Monotonic.
-        retry_policy: Bounds of retrying and waiting; `config.max_attempts` holds unless given.
+        retry_policy: Bounds of retrying and waiting; those of `config` hold unless given.
         link_timing: How links wait.
 
     Raises:
         ConfigError: There is no policy of the configured name.
     """
     clock = clock or MonotonicClock()
-    retry_policy = retry_policy or RetryPolicy(max_attempts=config.max_attempts)
+    retry_policy = retry_policy or RetryPolicy(
+        max_attempts=config.max_attempts, worker_wait_s=config.worker_wait_s
+    )
     index = PrefixIndex()
     view = ClusterView(index, silence_timeout_s=config.silence_timeout_s)
     window_tokens = config.prefill_window_tokens

@@ -234,6 +234,7 @@ RULES: tuple[Rule, ...] = (
     *_above_zero(
         "router.request_timeout_s",
         "router.silence_timeout_s",
+        "router.worker_wait_s",
         "transfer.expect_timeout_s",
         "transfer.reserve_timeout_s",
         "transfer.quiesce_timeout_s",

@@ -179,6 +179,8 @@ class RouterConfig:
         max_connections: HTTP connections on which requests are answered. Where there are as many, one without a request gives way to a
             new one, and where all have one, probes are answered still. None for what the limit of file descriptors leaves.
         max_attempts: How often the legs of a request may be started before it fails.
+        worker_wait_s: How long a request waits while there is no worker that could take it; then 503. About what a restart takes, model
+            included. One whose client has some of its tokens waits until its deadline.
         silence_timeout_s: A worker that says nothing for this long, though it should twice per second, is suspected:
             its requests go on elsewhere, and it gets nothing new until it is heard from.
         max_queued_bytes_per_client: Output a slow client may leave unread before its request is cancelled.
@@ -209,6 +211,7 @@ class RouterConfig:
     http_keep_alive_s: float = 75.0
     max_connections: int | None = None
     max_attempts: int = 3
+    worker_wait_s: float = 15.0
     silence_timeout_s: float = 5.0
     max_queued_bytes_per_client: int = 4 * 1024 * 1024
     guardrails: tuple[str, ...] = ()
@@ -416,8 +419,9 @@ class ClusterConfig:
             one that is issued in memory from `secret`. Needs `tls_key` and `tls_authority`.
         tls_key: File with its private key.
         tls_authority: File with the certificate by which those of the other processes are signed.
-        restart_backoff_s: First wait before a process that died before it had served for a second is started again; doubles up to
-            `restart_backoff_max_s`. One that has served is started again at once.
+        restart_backoff_s: First wait before a process that ended is started again; doubles with each end in a row up to
+            `restart_backoff_max_s`. For one that had served for a second there is none at its first end, and at the next ones
+            the time for which it was ready counts as waited. After a minute of being ready its ends are forgotten.
         restart_backoff_max_s: Longest such wait.
         startup_timeout_s: How long a process may take to become ready without showing progress.
         drain_timeout_s: How long a stop waits for requests in flight.

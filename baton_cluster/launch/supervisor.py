@@ -7,8 +7,10 @@ Pure: no processes, no clock. Time comes in as `now_s` (monotonic seconds). The 
        └────back-off─────┴─────────────────┘        on stop: any ──▶ STOPPING ──exit──▶ GONE
 
 A child that ends before it was ever ready ends the launch: a wrong model path does not get better by trying again. Once
-it has been ready, its end is an accident: one that has served starts again at once, one that has not, after a wait that doubles
-(`baton.backoff`). A child without which the others can serve is never waited for, and whenever it ends, that is an accident.
+it has been ready, its end is an accident, and it starts again. One that has served starts at once at its first end; with
+each end in a row the wait doubles (`baton.backoff`), from the moment at which it was last ready, so that one which
+ends soon after every start waits and one which serves for longer than the wait does not. One that has not served waits from its
+end. A child without which the others can serve is never waited for, and whenever it ends, that is an accident.
 """
 
 from collections.abc import Callable, Iterable
@@ -125,7 +127,10 @@ Announcement = AnnounceReady | AnnounceRestart | AnnounceRecovered
 Action = StartProcess | Stop | Kill | GiveUp | Announcement
 
 SERVED_S = 1.0
-"""Ready for this long, a child has served: its end has nothing to do with how it starts, and its earlier ends are forgiven."""
+"""Ready for this long, a child has served: what ended it need not be in the way of its next start."""
+
+STEADY_S = 60.0
+"""Ready for this long, a child is past what ended it before: its ends are counted from one again."""
 
 KILL_GRACE_S = 5.0
 """A child drains by itself for the drain timeout; only this much later is it killed."""
@@ -186,7 +191,7 @@ class _Child:
     incarnation: Incarnation | None = None
     was_ready: bool = False
     has_ended: bool = False
-    failed_starts: int = 0
+    ends_in_row: int = 0
     last_words: BatonError | None = None
     # What the moment means depends on the state: when to start, when it last moved, since when ready, when to kill.
     moment_s: float = 0.0
@@ -354,9 +359,15 @@ class Supervisor:
         return [self._back_off(child, returncode, now_s)]
 
     def _back_off(self, child: _Child, returncode: int, now_s: float) -> Action:
-        served = child.state is ChildState.READY and now_s - child.moment_s >= SERVED_S
-        after_s = 0.0 if served else self._policy.restart_backoff.wait_s(child.failed_starts + 1)
-        child.has_ended, child.failed_starts = True, 0 if served else child.failed_starts + 1
+        ready_s = now_s - child.moment_s if child.state is ChildState.READY else 0.0
+        if ready_s >= STEADY_S:
+            child.ends_in_row = 0
+        wait_s = self._policy.restart_backoff.wait_s
+        if ready_s >= SERVED_S:
+            after_s = max(0.0, wait_s(child.ends_in_row) - ready_s)
+        else:
+            after_s = wait_s(child.ends_in_row + 1)
+        child.has_ended, child.ends_in_row = True, child.ends_in_row + 1
         reason = describe_exit(returncode)
         if child.last_words is not None:
             reason = f"{reason}: {child.last_words.message}"

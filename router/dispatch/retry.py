@@ -29,7 +29,8 @@ class RetryPolicy:
 
     Attributes:
         max_attempts: How often a sample's legs may be started.
-        worker_wait_s: How long a request waits for a worker to appear: about what a restart takes.
+        worker_wait_s: How long a request waits for a worker to appear: about what a restart takes. One whose client has some of its
+            tokens waits until its deadline: nobody else can go on with it.
         retry_backoff: How long workers that failed a request are avoided when there are no others. A worker that was silent for the
             longest of these waits gets no new legs anyway.
         recompute_tokens: Up to so many tokens of a prompt are computed by D itself when no P can take over.
@@ -265,7 +266,8 @@ class RetryController:
         for attempt in tuple(self._waiting):
             actions += self._place(attempt, now_s)
         wait_s = self._policy.worker_wait_s
-        for attempt in [a for a in self._waiting if now_s - a.since_s >= wait_s]:
+        late = [a for a in self._waiting if now_s - a.since_s >= wait_s]
+        for attempt in [a for a in late if not a.request.has_tokens(a.samples)]:
             # Another sample of the same request may have failed it a moment ago.
             if attempt in self._waiting:
                 self.counters.fallbacks[Fallback.REFUSED] += 1

@@ -151,11 +151,6 @@ class WorkerView(WorkerRecord):
             self.leaving.discard(self)
 
     @property
-    def kind(self) -> tuple[Role, int]:
-        """What another worker must be like to do the same."""
-        return self.hello.role, self.layout_group
-
-    @property
     def queued_prefill_tokens(self) -> int:
         """Prompt tokens that stand before a new prompt."""
         return self.prefill_tokens + self.foreign_prefill_tokens
@@ -297,8 +292,9 @@ class ClusterView:
         return self._index.apply(identity, report) is ReportOutcome.GAP
 
     def usable(self, now_s: float) -> tuple[WorkerView, ...]:
-        """Those that may be given new work: neither draining nor stalled nor suspected, nor left out for failing. Where
-        all of a kind fail they are tried all the same: otherwise no request would be served.
+        """Those that may be given new work: neither draining nor stalled nor suspected, nor left out for failing. Where all
+        fail they are tried all the same: otherwise no request would be served. Where all of a role fail, but not all workers, the
+        others run whole requests. Where none is left but workers that are about to change their role, one of those does.
         """
         if not self._open and not self._leaving:
             if now_s > self._ready_until_s:
@@ -314,11 +310,8 @@ class ClusterView:
             and worker.heard_s >= heard_s
             and (worker.legs == 0 or worker.progress_s >= moved_s)
         )
-        trusted = [worker for worker in ready if worker.breaker.allows(now_s)]
-        if len(trusted) == len(ready):
-            return ready
-        kinds = {worker.kind for worker in trusted}
-        return tuple(w for w in ready if w.breaker.allows(now_s) or w.kind not in kinds)
+        trusted = tuple(worker for worker in ready if worker.breaker.allows(now_s))
+        return trusted or ready or self._between_roles(heard_s)
 
     def suspected(self, worker: WorkerView, now_s: float) -> bool:
         """Whether it has been silent for too long."""
@@ -361,6 +354,11 @@ class ClusterView:
                 raise InvariantError(message, story=self.story(worker.identity.worker_id))
             worker.forecast.check_integrity()
         self.pools.check_integrity()
+
+    def _between_roles(self, heard_s: float) -> tuple[WorkerView, ...]:
+        """A worker that drains for another role, if there is one: just one, for it takes no legs but whole generations."""
+        found = [w for w in self.workers if w.load.changing_role and w.heard_s >= heard_s]
+        return (min(found, key=lambda worker: worker.legs),) if found else ()
 
     def _breaker_of(self, worker_id: WorkerId) -> Breaker:
         """The circuit of a worker by its name, whatever its incarnation."""

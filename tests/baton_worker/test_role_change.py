@@ -172,7 +172,12 @@ async def test_the_prefix_cache_outlives_a_change_of_role(tmp_path: Path):
         assert again.cached_tokens == 40
 
 
-async def test_a_prefill_worker_takes_nothing_until_it_has_handed_over_and_decodes_then(
+def whole(leg_id: int, asked: Prompt) -> worker_pb2.Command:
+    leg = prompt_to_proto(LegId(leg_id), RequestId("r"), asked)
+    return worker_pb2.Command(generate=worker_pb2.Generate(request=leg))
+
+
+async def test_a_prefill_worker_takes_only_whole_generations_until_it_has_handed_over_and_decodes_then(
     tmp_path: Path,
 ):
     async with two(tmp_path, Role.PREFILL, Role.DECODE) as both:
@@ -185,13 +190,19 @@ async def test_a_prefill_worker_takes_nothing_until_it_has_handed_over_and_decod
         assert await both.failed(both.to_p, 2) == "wrong_role"
         assert not change.done()
         assert roles_heard(both.to_p) == [Role.PREFILL]
+        assert both.to_p.load is not None
+        assert both.to_p.load.changing_role
+        await both.to_p.send(whole(4, second))
+        await both.to_p.until(lambda: bool(both.to_p.leg(4).finished))
+        assert both.to_p.leg(4).texts(1) == oracle(both.p.runner, second)
+        assert not change.done()
         await both.ask(1, first, submit=False, xfer_id=xfer_id)
         assert await both.finished(1, 1) == oracle(both.p.runner, first)
         assert (await change).changed
         await is_now(both.to_p, Role.DECODE)
         await both.to_p.until(lambda: both.to_p.load is not None and not both.to_p.load.draining)
-        generate = worker_pb2.Generate(request=prompt_to_proto(LegId(3), RequestId("r"), second))
-        await both.to_p.send(worker_pb2.Command(generate=generate))
+        assert not both.to_p.load.changing_role
+        await both.to_p.send(whole(3, second))
         await both.to_p.until(lambda: bool(both.to_p.leg(3).finished))
         assert both.to_p.leg(3).texts(1) == oracle(both.p.runner, second)
 

@@ -210,6 +210,7 @@ class WorkerLoad(_message.Message):
     POOL_FETCH_S_FIELD_NUMBER: _builtins.int
     BLOCKS_LEAKED_FIELD_NUMBER: _builtins.int
     DRAINED_BY_FIELD_NUMBER: _builtins.int
+    CHANGING_ROLE_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     blocks_total: _builtins.int
@@ -240,6 +241,8 @@ class WorkerLoad(_message.Message):
     """in use though no request holds any"""
     drained_by: _builtins.str
     """who had it drained and why, where an operator did"""
+    changing_role: _builtins.bool
+    """It drains for another role, and takes whole generations meanwhile if nobody else can."""
     def __init__(
         self,
         *,
@@ -266,10 +269,11 @@ class WorkerLoad(_message.Message):
         pool_fetch_s: _builtins.float = ...,
         blocks_leaked: _builtins.int = ...,
         drained_by: _builtins.str = ...,
+        changing_role: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_leaked", b"blocks_leaked", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "drained_by", b"drained_by", "draining", b"draining", "pool_fetch_s", b"pool_fetch_s", "pool_fetched_blocks", b"pool_fetched_blocks", "pool_fetches", b"pool_fetches", "pool_hit_tokens", b"pool_hit_tokens", "pool_incarnation", b"pool_incarnation", "pool_node", b"pool_node", "preemptions", b"preemptions", "prefill_tokens_pending", b"prefill_tokens_pending", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "running", b"running", "step_context_tokens", b"step_context_tokens", "step_s", b"step_s", "step_sequences", b"step_sequences", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_leaked", b"blocks_leaked", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "changing_role", b"changing_role", "drained_by", b"drained_by", "draining", b"draining", "pool_fetch_s", b"pool_fetch_s", "pool_fetched_blocks", b"pool_fetched_blocks", "pool_fetches", b"pool_fetches", "pool_hit_tokens", b"pool_hit_tokens", "pool_incarnation", b"pool_incarnation", "pool_node", b"pool_node", "preemptions", b"preemptions", "prefill_tokens_pending", b"prefill_tokens_pending", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "running", b"running", "step_context_tokens", b"step_context_tokens", "step_s", b"step_s", "step_sequences", b"step_sequences", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

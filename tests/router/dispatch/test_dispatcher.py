@@ -680,6 +680,33 @@ def test_a_worker_that_falls_silent_is_replaced_with_the_token_log(core):
     assert core(decoded(d, drawn(0, 2, 4))) == []
 
 
+def test_the_only_decode_worker_that_falls_silent_is_replaced_by_a_prefill_worker(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    core(handed_off(p))
+    assert core.pass_time_hearing(5.0, "p0") == []
+    instead = sent(core.pass_time_hearing(1.0, "p0"), LegKind.GENERATE)
+    assert instead.worker == p.worker
+    core(ClientGone(request_id=REQUEST))
+    assert sent(core.submit(), LegKind.GENERATE).worker == p.worker
+    core(ClientGone(request_id=REQUEST))
+    core(LoadReported(worker=d.worker, load=WorkerLoad()))
+    _, again = start_pair(core)
+    assert again.worker == d.worker
+
+
+@pytest.mark.parametrize(("failing", "left"), [("p0", "d0"), ("d0", "p0")])
+def test_the_only_worker_of_a_role_that_keeps_failing_is_replaced_by_the_other(core, failing, left):
+    core.join("p0", "d0")
+    for _ in range(3):
+        core.view.find(failing).breaker.failed(core.now_s)
+    assert sent(core.submit(), LegKind.GENERATE).worker.worker_id == left
+    core(ClientGone(request_id=REQUEST))
+    core.pass_time_hearing(6.0, "p0", "d0")
+    start_pair(core)  # the trial
+
+
 def test_a_prefill_worker_that_falls_silent_is_replaced(core):
     core.join("p0", "p1", "d0")
     p, d = start_pair(core)
@@ -843,6 +870,19 @@ def test_a_job_does_not_wait_for_ever(core):
     core.submit()
     assert core.pass_time(10.0) == []
     assert isinstance(sent(core.pass_time(10.0), Fail).error, UnavailableError)
+    core.assert_empty()
+
+
+def test_a_job_whose_client_has_tokens_waits_for_a_worker_until_its_deadline(core):
+    core.join("h0")
+    local = sent(core.submit(timeout_s=60.0), LegKind.GENERATE)
+    core(decoded(local, drawn(0, 0, 4)))
+    assert core(WorkerLost(worker=local.worker, reason="killed")) == []
+    assert core.pass_time(50.0) == []
+    again = sent(core.join("h0", incarnation=2), LegKind.GENERATE)
+    assert again.prompt.output_tokens == (0,)
+    assert core(WorkerLost(worker=again.worker, reason="killed")) == []
+    assert isinstance(sent(core.pass_time(10.0), Fail).error, DeadlineError)
     core.assert_empty()
 
 

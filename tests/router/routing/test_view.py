@@ -47,7 +47,7 @@ def test_a_worker_that_changes_its_role_is_weighed_anew_for_what_it_takes_now(vi
     worker = view.join(hello("a", Role.HYBRID), "unix:a", 0.0)
     before = view.usable(1.0)
     view.change_role(worker.identity, Role.DECODE)
-    assert (worker.can_prefill, worker.can_decode, worker.kind[0]) == (False, True, Role.DECODE)
+    assert (worker.can_prefill, worker.can_decode, worker.hello.role) == (False, True, Role.DECODE)
     assert view.usable(1.0) == before
     assert view.usable(1.0) is not before, "what policies have prepared for a tuple is void"
 
@@ -117,11 +117,36 @@ def test_a_worker_whose_legs_keep_failing_is_left_out_for_a_while(view):
     assert view.usable(8.0) == (sick, well)
 
 
-def test_where_all_of_a_kind_fail_they_are_tried_all_the_same(view):
-    sick = view.join(hello("p", Role.PREFILL), "unix:p", 0.0)
-    others = [view.join(hello(name, Role.DECODE), f"unix:{name}", 0.0) for name in "ab"]
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_where_all_of_a_role_fail_the_others_are_left(view, role):
+    sick = view.join(hello("a", role), "unix:a", 0.0)
+    other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+    others = tuple(view.join(hello(name, other), f"unix:{name}", 0.0) for name in "bc")
     _fail(sick, 1.0)
-    assert view.usable(1.0) == (sick, *others)
+    assert view.usable(1.0) == others
+    assert view.usable(7.0) == (sick, *others), "one leg may try it"
+
+
+def test_where_all_fail_they_are_tried_all_the_same(view):
+    names = {"p": Role.PREFILL, "d": Role.DECODE}
+    sick = tuple(view.join(hello(name, names[name]), f"unix:{name}", 0.0) for name in names)
+    for worker in sick:
+        _fail(worker, 1.0)
+    assert view.usable(1.0) == sick
+
+
+def test_a_worker_between_two_roles_is_used_alone_and_only_if_no_other_is_left(view):
+    changing = [view.join(hello(name, Role.PREFILL), f"unix:{name}", 0.0) for name in "ab"]
+    other = view.join(hello("d", Role.DECODE), "unix:d", 0.0)
+    for worker in changing:
+        worker.report(WorkerLoad(draining=True, changing_role=True), 0.0)
+    changing[0].legs = 1
+    assert view.usable(1.0) == (other,)
+    view.lose(other.identity)
+    assert view.usable(1.0) == (changing[1],)
+    changing[1].report(WorkerLoad(draining=True), 1.0)
+    assert view.usable(1.0) == (changing[0],)
+    assert view.usable(601.0) == (), "it says nothing any more"
 
 
 def test_a_worker_that_is_started_anew_keeps_its_record_until_it_has_faded(view):

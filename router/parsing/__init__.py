@@ -1,0 +1,1 @@
+"""What a model wrote, taken apart: reasoning, content and calls of tools."""
