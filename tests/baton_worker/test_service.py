@@ -1,7 +1,7 @@
 """What a worker's service tells of what happened."""
 
+import pytest
 from prometheus_client import CollectorRegistry
-from pytest import raises
 
 from baton.clock import ManualClock
 from baton.ids import BlockKey, SeqId
@@ -61,5 +61,5 @@ def test_a_name_is_that_of_a_block_or_of_a_request():
 
 
 def test_a_fault_of_the_engine_is_not_taken_for_the_name_of_a_request():
-    with raises(ValueError, match="own fault"):
+    with pytest.raises(ValueError, match="own fault"):
         service().story_of(bytes(16).hex())
