@@ -456,7 +456,7 @@ def test_a_tenant_has_all_threads_until_another_one_waits(new_compiling):
     compiling.send("few", "x")
     compiling.go_on()
     compiling.wait(3)
-    assert compiling.order[2] == "x"
+    assert "x" in compiling.order[2:4]  # beside "c", of the other thread
 
 
 def test_a_grammar_that_is_kept_does_not_wait_for_those_that_are_not(new_compiling):
