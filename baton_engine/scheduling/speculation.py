@@ -70,8 +70,7 @@ def draft_rows(sequence: Sequence, drafts: SequenceOf[int]) -> list[Row]:
     rows: list[Row] = []
     for count, token in enumerate(drafts, 1):
         if constraint is not None:
-            constraint = constraint.fork()
-            constraint.accept(token)
+            constraint = constraint.fork_for_draft(token)
         rows.append(
             Row(
                 seq=sequence,
