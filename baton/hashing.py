@@ -1,15 +1,14 @@
 """Keys that name KV blocks in engine, router and pool alike.
 
-A block's key is keyed BLAKE3 (16 bytes) over its parent's key and its token ids, so a key stands for the block *and*
+A block's key is keyed BLAKE2b (16 bytes) over its parent's key and its token ids, so a key stands for the block *and*
 everything before it. The root is keyed with the cluster secret over tenant scope, model fingerprint, adapter and layout:
 tenants cannot probe each other's prefixes, and a client's salt only ever narrows the scope.
 """
 
 from collections.abc import Sequence
 
-from blake3 import blake3
-
 from baton.ids import BlockKey
+from baton.keyed_hash import KEY_SIZE, keyed_hash
 from baton.layout import KvLayout
 from baton.tokens import PackedTokens
 
@@ -35,7 +34,9 @@ def root_key(secret: bytes, *, scope: str, layout: KvLayout, adapter: str = "") 
         for part in (scope, layout.model_fingerprint, adapter, layout.content_digest())
     ]
     message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
-    return BlockKey(blake3(message, key=secret).digest(length=KEY_BYTES))
+    if len(secret) != KEY_SIZE:
+        raise ValueError(f"the cluster secret has {KEY_SIZE} bytes, not {len(secret)}")
+    return BlockKey(keyed_hash(message, secret, KEY_BYTES))
 
 
 def chain_keys(
@@ -54,7 +55,7 @@ def chain_keys(
     keys: list[BlockKey] = []
     for start in range(0, len(packed) - step + 1, step):
         message = parent + packed[start : start + step]
-        parent = BlockKey(blake3(message, key=secret).digest(length=KEY_BYTES))
+        parent = BlockKey(keyed_hash(message, secret, KEY_BYTES))
         keys.append(parent)
     return keys
 
@@ -66,7 +67,7 @@ def narrow_scope(scope: str, salt: str | None) -> str:
     if len(salt) <= _MAX_PLAIN_SALT:
         return f"{len(scope)}:{scope}/{salt}"
     # Another separator than above: a short salt never has the scope of a long one.
-    return f"{len(scope)}:{scope}#{blake3(salt.encode()).hexdigest()}"
+    return f"{len(scope)}:{scope}#{keyed_hash(salt.encode(), b'').hex()}"
 
 
 def parse_block_key(text: str) -> BlockKey:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import time
 
-from blake3 import blake3
+from baton.keyed_hash import derive_key, keyed_hash
 
 MAC_BYTES = 32
 HEAD_BYTES = MAC_BYTES + 8
@@ -45,7 +45,7 @@ class Seal:
     """
 
     def __init__(self, secret: bytes, kind: str, wall_s: Callable[[], float] = time) -> None:
-        self._key = blake3(secret, derive_key_context=f"baton 2026 sealed {kind}").digest()
+        self._key = derive_key(secret, f"baton 2026 sealed {kind}")
         self._wall_s = wall_s
 
     def now_ms(self) -> int:
@@ -85,6 +85,4 @@ class Seal:
 
     def _mac(self, name: str, at: bytes, content: bytes) -> bytes:
         named = name.encode(errors="surrogatepass")
-        return blake3(
-            len(named).to_bytes(4, "little") + named + at + content, key=self._key
-        ).digest()
+        return keyed_hash(len(named).to_bytes(4, "little") + named + at + content, self._key)

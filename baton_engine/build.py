@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -16,7 +17,6 @@ from baton_engine.cache.budget import ArenaDemand, affordable_on_cpu, affordable
 from baton_engine.compiling import check_compile, compile_glue
 from baton_engine.cuda_graphs import CudaGraphs, DecodeGraphs
 from baton_engine.device import arena_buffer, choose_device, computing_on, gpu_kind, weigh_gpu
-from baton_engine.grammar import load_compiler
 from baton_engine.host import ThreadEngineHost
 from baton_engine.kernels.cpu.product_choice import Bfloat16Product, choose_product
 from baton_engine.kernels.ports import BatchInvariant
@@ -35,11 +35,19 @@ from baton_engine.models.config import (
 )
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.loader import load_decoder
-from baton_engine.ports import ArenaAllocator, GrammarCounts, LayerSink, SpeculationCounts
+from baton_engine.ports import (
+    ArenaAllocator,
+    GrammarCounts,
+    LayerSink,
+    SpeculationCounts,
+)
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from baton_engine.grammar import MatcherCompiler
 
 CPU_BLOCK_TOKENS = 16
 GPU_BLOCK_TOKENS = 64
@@ -78,7 +86,7 @@ def build_engine(
     memory: ArenaAllocator,
     sink: LayerSink | None,
     progress: Progress,
-    grammar: GrammarConfig = GrammarConfig(),  # noqa: B008 - frozen
+    grammar: GrammarConfig | None = GrammarConfig(),  # noqa: B008 - frozen
     gpu: int = 0,
     gpu_sharers: int = 1,
 ) -> BuiltEngine:
@@ -91,7 +99,7 @@ def build_engine(
         memory: Gives the bytes of the KV region.
         sink: Told when pages of a layer are complete; None where nothing is handed off.
         progress: Called with what is being done and the fraction that is done, where one is known.
-        grammar: What the grammars of outputs may cost.
+        grammar: What the grammars of outputs may cost; None to refuse them all, without llguidance.
         gpu: Index of the GPU to compute on, where it is to be one.
         gpu_sharers: Workers on that GPU.
 
@@ -124,13 +132,9 @@ def build_engine(
     apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
     graphs = _graphs(decoder, arena, limits, config)
     progress("reading the tokenizer", None)
-    grammars = load_compiler(
-        choice.path,
-        grammar,
-        vocab_size=choice.spec.vocab_size,
-        eos_ids=choice.spec.eos_token_ids,
-    )
-    scheduler = _scheduler(limits, choice, config, secret)
+    grammars = None if grammar is None else _grammar_compiler(choice, grammar)
+    most_rows = None if graphs is None else _most_rows(limits, config)
+    scheduler = _scheduler(limits, choice, config, secret, most_rows)
     host = ThreadEngineHost(
         scheduler,
         ModelRunner(decoder, arena, sink, graphs, one_by_one=apart),
@@ -186,7 +190,11 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
 
 
 def _scheduler(
-    limits: EngineLimits, choice: _Choice, config: EngineConfig, secret: bytes
+    limits: EngineLimits,
+    choice: _Choice,
+    config: EngineConfig,
+    secret: bytes,
+    most_rows: int | None,
 ) -> Scheduler:
     return Scheduler(
         limits,
@@ -201,6 +209,16 @@ def _scheduler(
             output_headroom=config.output_headroom,
         ),
         speculation=read_speculative(config.speculative_config),
+        most_rows=most_rows,
+    )
+
+
+def _grammar_compiler(choice: _Choice, config: GrammarConfig) -> "MatcherCompiler | None":
+    from baton_engine.grammar import load_compiler
+
+    spec = choice.spec
+    return load_compiler(
+        choice.path, config, vocab_size=spec.vocab_size, eos_ids=spec.eos_token_ids
     )
 
 

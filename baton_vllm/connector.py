@@ -5,12 +5,12 @@ against vLLM 0.32: the interface is experimental there.
 """
 
 import json
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
-from blake3 import blake3
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -53,7 +53,7 @@ def page_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
     backends = {layers[name].get_attn_backend().get_name() for name in names}
     on_cpu = current_platform.is_cpu()
     return {
-        "model": blake3("\0".join(parts).encode()).hexdigest()[:32],
+        "model": blake2b("\0".join(parts).encode(), digest_size=16).hexdigest(),
         "vllm": vllm.__version__,
         "attention": "+".join(sorted(backends)),
         "processor": torch.backends.cpu.get_cpu_capability()

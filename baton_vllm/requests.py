@@ -7,8 +7,7 @@ what vLLM then counts or looks back over is corrected here, or refused where it 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
-
-from blake3 import blake3
+from hashlib import blake2b
 
 from baton.errors import UnsupportedParameterError
 from baton.generation import Prompt, SamplingParams
@@ -210,5 +209,5 @@ def _seed(seed: int, sample: int, generated: int) -> int:
     """The client's own for the first sample of a new stream; else one that follows from it."""
     if not sample and not generated:
         return seed & _SEED_MASK
-    digest = blake3(f"{seed} {sample} {generated}".encode()).digest(length=8)
+    digest = blake2b(f"{seed} {sample} {generated}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & _SEED_MASK

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeVar
 
-from blake3 import blake3
 from google.protobuf.message import DecodeError
 
 from baton.block_ids import BlockIds
 from baton.errors import TicketError
 from baton.ids import BlockId, WorkerIdentity, XferId
+from baton.keyed_hash import derive_key, keyed_hash
 from baton.rpc.hello import identity_from_proto, identity_to_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
@@ -191,7 +191,7 @@ class TicketOffice:
     ) -> bytes:
         """The key under which the rank of `source` with the layout digest `rank` talks to `target` in its session `number`."""
         named = f"{source} {target} {number} {rank}"
-        return blake3(named.encode(), key=self._session_key).digest()
+        return keyed_hash(named.encode(), self._session_key)
 
 
 def shown(permit: Permit) -> common_pb2.Signed:
@@ -201,7 +201,7 @@ def shown(permit: Permit) -> common_pb2.Signed:
 
 def region_digest(opaque: bytes) -> bytes:
     """What stands for a region handle in a ticket, without giving the handle away."""
-    return blake3(opaque).digest(length=REGION_BYTES)
+    return keyed_hash(opaque, b"", REGION_BYTES)
 
 
 def claimed(signed: common_pb2.Signed) -> tuple[XferId, int]:
@@ -242,11 +242,11 @@ def _unpack(packed: bytes) -> tuple[BlockId, ...]:
 
 
 def _derive(secret: bytes, kind: str) -> bytes:
-    return blake3(secret, derive_key_context=f"baton 2026 kv transfer {kind}").digest()
+    return derive_key(secret, f"baton 2026 kv transfer {kind}")
 
 
 def _mac(key: bytes, content: bytes) -> bytes:
-    return blake3(content, key=key).digest(length=MAC_BYTES)
+    return keyed_hash(content, key, MAC_BYTES)
 
 
 def _sign(key: bytes, content: bytes) -> common_pb2.Signed:

@@ -72,7 +72,8 @@ class EngineConfig:
             is admitted: at 0 most run at once, at 1 none with a single sample is ever preempted.
         speculative_config: How workers that decode guess tokens, several of which one step can confirm, in vLLM's JSON names:
             `{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 3}`. What comes out is
-            the same. Empty for none.
+            the same bit for bit with `deterministic`; otherwise it needs batch-invariant arithmetic, as a row's last bits may depend on
+            how many are computed beside it. Empty for none.
     """
 
     kind: str = "baton"

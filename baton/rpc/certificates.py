@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from blake3 import blake3
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
@@ -17,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.errors import ConfigError
+from baton.keyed_hash import derive_key
 from baton.rpc.identity import PeerRole, ProcessIdentity
 
 _SECRET_BYTES = 32
@@ -108,7 +108,7 @@ def read(files: CertificateFiles, role: PeerRole) -> Certificates:
 
 def _authority_key(secret: bytes) -> ec.EllipticCurvePrivateKey:
     # 128 bits more than the order has, so that the remainder is uniform but for one part in 2**128.
-    drawn = blake3(secret, derive_key_context=_CONTEXT).digest(length=48)
+    drawn = derive_key(secret, _CONTEXT, 48)
     return ec.derive_private_key(int.from_bytes(drawn, "big") % (_ORDER - 1) + 1, _CURVE)
 
 

@@ -7,7 +7,7 @@ from baton.ids import Incarnation, LayerName, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.v1 import common_pb2 as pb
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 _ROLES = {
     Role.PREFILL: pb.ROLE_PREFILL,

@@ -16,7 +16,7 @@ import hmac
 from dataclasses import dataclass
 from typing import Final
 
-from blake3 import blake3
+from baton.keyed_hash import derive_key, keyed_hash
 
 NONCE_BYTES: Final = 32
 _MAGIC: Final = b"BATTACH\x01"
@@ -30,12 +30,12 @@ _PEER, _SERVER, _REPLIES = b"peer", b"server", b"replies"
 
 def attach_key(secret: bytes) -> bytes:
     """The key of this kind of proof. `secret` is the cluster's; empty where the kernel says who a peer is, as on a Unix socket."""
-    return blake3(secret, derive_key_context="baton 2026 kv transfer attach").digest()
+    return derive_key(secret, "baton 2026 kv transfer attach")
 
 
 def token_name(token: bytes, key: bytes) -> bytes:
     """What a token is called in an answer; tells nothing of the token."""
-    return blake3(b"name" + token, key=key).digest(length=_NAME_BYTES)
+    return keyed_hash(b"name" + token, key, _NAME_BYTES)
 
 
 def challenge(nonce: bytes) -> bytes:
@@ -87,8 +87,8 @@ class ConnectionProof:
         return self._hash(_REPLIES)
 
     def _hash(self, role: bytes) -> bytes:
-        of_token = blake3(self.token, key=self.key).digest()
-        return blake3(role + self.server_nonce + self.peer_nonce, key=of_token).digest()
+        of_token = keyed_hash(self.token, self.key)
+        return keyed_hash(role + self.server_nonce + self.peer_nonce, of_token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ The first message, which names the session, is signed with the cluster's key (`T
 import hmac
 from typing import Final, TypeVar
 
-from blake3 import blake3
 from google.protobuf.message import DecodeError, Message
 
 from baton.errors import TicketError
+from baton.keyed_hash import keyed_hash
 from baton.rpc.v1 import common_pb2
 from kv_transfer.ticket import TicketFault
 
@@ -60,7 +60,7 @@ class SessionSeal:
 
     def _mac(self, way: bytes, number: int, content: bytes) -> bytes:
         place = way + number.to_bytes(8, "little")
-        return blake3(place + content, key=self._key).digest(length=MAC_BYTES)
+        return keyed_hash(place + content, self._key, MAC_BYTES)
 
 
 def _broken(what: str) -> TicketError:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import grpc
-from blake3 import blake3
 from google.protobuf.message import DecodeError, Message
 
 from baton.errors import PoolUnavailableError, TicketError
+from baton.keyed_hash import derive_key, keyed_hash
 from baton.rpc.channel import open_channel, stranger
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.identity import PeerRole
@@ -42,7 +42,7 @@ class PeerSeal:
     """
 
     def __init__(self, secret: bytes) -> None:
-        self._key = blake3(secret, derive_key_context="baton 2026 pool peers").digest()
+        self._key = derive_key(secret, "baton 2026 pool peers")
 
     def seal(self, request: pb.PeerRequest) -> common_pb2.Signed:
         """A question."""
@@ -87,7 +87,7 @@ class PeerSeal:
         return said
 
     def _mac(self, kind: bytes, content: bytes) -> bytes:
-        return blake3(kind + content, key=self._key).digest(length=MAC_BYTES)
+        return keyed_hash(kind + content, self._key, MAC_BYTES)
 
 
 class PeerClient:
