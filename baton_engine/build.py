@@ -133,7 +133,8 @@ def build_engine(
     graphs = _graphs(decoder, arena, limits, config)
     progress("reading the tokenizer", None)
     grammars = None if grammar is None else _grammar_compiler(choice, grammar)
-    scheduler = _scheduler(limits, choice, config, secret)
+    most_rows = None if graphs is None else _most_rows(limits, config)
+    scheduler = _scheduler(limits, choice, config, secret, most_rows)
     host = ThreadEngineHost(
         scheduler,
         ModelRunner(decoder, arena, sink, graphs, one_by_one=apart),
@@ -189,7 +190,11 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
 
 
 def _scheduler(
-    limits: EngineLimits, choice: _Choice, config: EngineConfig, secret: bytes
+    limits: EngineLimits,
+    choice: _Choice,
+    config: EngineConfig,
+    secret: bytes,
+    most_rows: int | None,
 ) -> Scheduler:
     return Scheduler(
         limits,
@@ -204,6 +209,7 @@ def _scheduler(
             output_headroom=config.output_headroom,
         ),
         speculation=read_speculative(config.speculative_config),
+        most_rows=most_rows,
     )
 
 

@@ -1,16 +1,19 @@
-"""Holds outputs to grammars, by llguidance: compiles what a request brings, and says at each step which tokens may come next.
+"""Holds outputs to grammars, by llguidance: compiles what a request brings, and says at each step which tokens may come
+next.
 
     compile (threads of its own)       accept (engine loop)        fill (while the model computes the next scores)
     grammar, output so far  ────────▶  each drawn token  ────────▶  one bit per token of the vocabulary
 
-A grammar is compiled once and kept; each sample has a copy of its own that shares what was compiled. What a copy has read is a
-function of its tokens, so no state of it ever crosses a wire: each worker reads the output from its beginning.
+A grammar is compiled once and kept; each sample has a copy of its own that shares what was compiled. What a copy has
+read is a function of its tokens, so no state of it ever crosses a wire: each worker reads the output from its
+beginning.
 """
 
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
@@ -37,30 +40,45 @@ class MatcherConstraint:
         matcher: Has read the sample's output so far.
         vocab_size: Of the matcher's tokenizer.
         counts: Of the worker.
+        of_draft: Whether it has read guessed tokens too: then its faults are nobody's yet, and are not counted.
     """
 
-    __slots__ = ("_counts", "_fault", "_mask_bytes", "_matcher", "_vocab_size")
+    __slots__ = ("_counts", "_fault", "_mask_bytes", "_matcher", "_of_draft", "_vocab_size")
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, counts: GrammarCounts) -> None:
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, counts: GrammarCounts, *, of_draft: bool = False
+    ) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._mask_bytes = 4 * -(-vocab_size // 32)
         self._counts = counts
+        self._of_draft = of_draft
         self._fault: BatonError | None = None
 
     def accept(self, token: int) -> None:
         """See TokenConstraint."""
+        if self._fault is not None:
+            return
         try:
             self._matcher.consume_token(token)
         except BaseException as error:  # noqa: BLE001 - a panic of Rust's is no Exception
             self._break(error)
 
     def fork(self) -> "MatcherConstraint":
+        """See TokenConstraint. A copy that cannot be made is one with a fault, which ends its own request."""
+        return self._copy(of_draft=self._of_draft)
+
+    def fork_for_draft(self, token: int) -> "MatcherConstraint":
         """See TokenConstraint."""
-        return MatcherConstraint(self._matcher.deep_copy(), self._vocab_size, self._counts)
+        forked = self._copy(of_draft=True)
+        forked.accept(token)
+        return forked
 
     def fill(self, bits: NDArray[np.uint32]) -> None:
         """See TokenConstraint. Written in place where the tokenizer knows no more tokens than the model has scores for."""
+        if self._fault is not None:
+            bits[:] = 0
+            return
         begun_s = perf_counter()
         try:
             if bits.nbytes == self._mask_bytes:
@@ -85,15 +103,35 @@ class MatcherConstraint:
     @property
     def fault(self) -> BatonError | None:
         """See TokenConstraint."""
-        if self._fault is None and self._matcher.is_error():
-            self._fault = _not_held(self._matcher)
-            self._counts.faults += 1
+        if self._fault is None:
+            try:
+                if self._matcher.is_error():
+                    self._end_with(_not_held(self._matcher))
+            except BaseException as error:  # noqa: BLE001 - likewise
+                self._break(error)
         return self._fault
+
+    def _copy(self, *, of_draft: bool) -> "MatcherConstraint":
+        try:
+            matcher = self._matcher.deep_copy()
+        except BaseException as error:  # noqa: BLE001 - likewise
+            copy = MatcherConstraint(
+                self._matcher, self._vocab_size, self._counts, of_draft=of_draft
+            )
+            copy._break(error)  # from here on it does not touch the matcher, which is another's
+            return copy
+        copy = MatcherConstraint(matcher, self._vocab_size, self._counts, of_draft=of_draft)
+        copy._fault = self._fault
+        return copy
 
     def _break(self, error: BaseException) -> None:
         logger.error("a matcher broke", exc_info=error)
         if self._fault is None:
-            self._fault = EngineError(f"the grammar's matcher broke: {type(error).__name__}")
+            self._end_with(EngineError(f"the grammar's matcher broke: {type(error).__name__}"))
+
+    def _end_with(self, fault: BatonError) -> None:
+        self._fault = fault
+        if not self._of_draft:
             self._counts.faults += 1
 
 
@@ -102,11 +140,66 @@ def _not_held(matcher: LLMatcher) -> InvalidRequestError:
     return InvalidRequestError(f"the output cannot be held to its grammar: {reason}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Job:
+    """The grammar of one prompt, which waits for a thread; `digest` names the grammar."""
+
+    prompt: Prompt
+    digest: bytes
+    done: Callable[[TokenConstraint | BatonError], None]
+
+
+@dataclass(slots=True, eq=False)
+class _TenantJobs:
+    """Those of one tenant: whose grammar is compiled already, the others, and how many are with the threads."""
+
+    compiled: deque[_Job] = field(default_factory=deque)
+    new: deque[_Job] = field(default_factory=deque)
+    num_running: int = 0
+
+
+class _JobQueue:
+    """Grammars that wait for a thread, and whose turn it is: of the tenants that wait, the one with the fewest on
+    threads; of several such, the one whose turn was longest ago. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _TenantJobs] = {}  # whose turn was longest ago first
+
+    def put(self, job: _Job, *, is_compiled: bool) -> None:
+        """Adds one; those whose grammar is compiled already go before the same tenant's others."""
+        tenant = self._tenants.setdefault(job.prompt.tenant, _TenantJobs())
+        (tenant.compiled if is_compiled else tenant.new).append(job)
+
+    def take(self) -> _Job | None:
+        """The next one, for a thread; None where none waits."""
+        waiting = [name for name, tenant in self._tenants.items() if tenant.compiled or tenant.new]
+        if not waiting:
+            return None
+        name = min(waiting, key=lambda name: self._tenants[name].num_running)
+        tenant = self._tenants[name] = self._tenants.pop(name)
+        tenant.num_running += 1
+        return (tenant.compiled or tenant.new).popleft()
+
+    def over(self, job: _Job) -> None:
+        """A thread is through with it."""
+        tenant = self._tenants[job.prompt.tenant]
+        tenant.num_running -= 1
+        if not (tenant.num_running or tenant.compiled or tenant.new):
+            del self._tenants[job.prompt.tenant]
+
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        for tenant in self._tenants.values():
+            tenant.compiled.clear()
+            tenant.new.clear()
+
+
 class MatcherCompiler:
     """A `GrammarCompiler` by llguidance, for one tokenizer.
 
-    Of each tenant one grammar at a time is with the threads, and those of several tenants in the order in which they got there: who
-    sends many waits for them itself.
+    A tenant has all threads while no other waits; then they take turns. Who asks for a grammar that a thread is
+    compiling waits for that, without a thread, so that it is compiled once.
 
     Args:
         tokenizer: The model's; its vocabulary is at least as large as that of the scores.
@@ -123,43 +216,67 @@ class MatcherCompiler:
         self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self.counts = GrammarCounts()
         self._lock = Lock()
+        self._num_threads = config.threads
+        self._num_working = 0
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="grammar")
-        self._waiting: dict[str, deque[Callable[[], None]]] = {}
-        """By tenant, behind the one that is with the threads."""
+        self._waiting = _JobQueue()
+        self._compiling: dict[bytes, list[_Job]] = {}
+        """By digest of a grammar that a thread compiles: others that want it."""
 
     def compile(self, prompt: Prompt, done: Callable[[TokenConstraint | BatonError], None]) -> None:
         """See GrammarCompiler."""
-
-        def work() -> None:
-            done(self._compiled(prompt))
-
+        digest = blake2b(prompt.sampling.grammar.encode(), digest_size=16).digest()
         with self._lock:
-            if (behind := self._waiting.get(prompt.tenant)) is not None:
-                behind.append(work)
+            job = _Job(prompt=prompt, digest=digest, done=done)
+            self._waiting.put(job, is_compiled=digest in self._kept)
+            if self._num_working == self._num_threads:
                 return
-            self._waiting[prompt.tenant] = deque()
-        self._pool.submit(self._take_turn, prompt.tenant, work)
+            self._num_working += 1
+        self._pool.submit(self._work)
 
     def close(self) -> None:
         """See GrammarCompiler."""
         with self._lock:
-            for behind in self._waiting.values():
-                behind.clear()
+            self._waiting.clear()
+            self._compiling.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _take_turn(self, tenant: str, work: Callable[[], None]) -> None:
-        work()
-        with self._lock:
-            if not (behind := self._waiting[tenant]):
-                del self._waiting[tenant]
-                return
-            following = behind.popleft()
-        self._pool.submit(self._take_turn, tenant, following)
+    def _work(self) -> None:
+        """What a thread does: one grammar after the other, until none waits."""
+        job = self._next(None)
+        while job is not None:
+            try:
+                job.done(self._compiled(job))
+            except BaseException:
+                logger.exception("a request could not be told of its grammar")
+            job = self._next(job)
 
-    def _compiled(self, prompt: Prompt) -> TokenConstraint | BatonError:
+    def _next(self, last: _Job | None) -> _Job | None:
+        """The next one for a thread that is through with `last`, whose tenant has its turn after the others'."""
+        with self._lock:
+            if last is not None:
+                for job in self._compiling.pop(last.digest, ()):
+                    self._waiting.put(job, is_compiled=True)
+            found = self._take()
+            if last is not None:
+                self._waiting.over(last)
+            self._num_working -= found is None
+            return found
+
+    def _take(self) -> _Job | None:
+        while (job := self._waiting.take()) is not None:
+            if (others := self._compiling.get(job.digest)) is None:
+                if job.digest not in self._kept:
+                    self._compiling[job.digest] = []
+                return job
+            others.append(job)
+            self._waiting.over(job)
+        return None
+
+    def _compiled(self, job: _Job) -> TokenConstraint | BatonError:
         begun_s = perf_counter()
         try:
-            outcome = self._constraint(prompt)
+            outcome = self._constraint(job)
         except BaseException as error:  # a panic of Rust's is no Exception
             logger.exception("a grammar could not be compiled")
             outcome = EngineError(f"the grammar could not be compiled: {type(error).__name__}")
@@ -168,8 +285,9 @@ class MatcherCompiler:
             self.counts.refused += isinstance(outcome, BatonError)
         return outcome
 
-    def _constraint(self, prompt: Prompt) -> TokenConstraint | BatonError:
-        matcher = self._matcher(prompt.sampling.grammar)
+    def _constraint(self, job: _Job) -> TokenConstraint | BatonError:
+        prompt = job.prompt
+        matcher = self._matcher(prompt.sampling.grammar, job.digest)
         for token in prompt.output_tokens:
             matcher.consume_token(token)
         # The first mask, here already: a grammar too complex for it is refused before any step computes for it.
@@ -178,9 +296,8 @@ class MatcherCompiler:
             return _not_held(matcher)
         return MatcherConstraint(matcher, self._tokenizer.vocab_size, self.counts)
 
-    def _matcher(self, grammar: str) -> LLMatcher:
+    def _matcher(self, grammar: str, digest: bytes) -> LLMatcher:
         """A fresh copy, at the beginning of an output."""
-        digest = blake2b(grammar.encode(), digest_size=16).digest()
         with self._lock:
             if (kept := self._kept.get(digest)) is not None:
                 self._kept.move_to_end(digest)
@@ -202,8 +319,8 @@ class MatcherCompiler:
 def load_compiler(
     directory: Path, config: GrammarConfig, *, vocab_size: int, eos_ids: Sequence[int]
 ) -> MatcherCompiler | None:
-    """The compiler for a model's tokenizer. None where it has none that llguidance reads, or no token that ends a text: then grammars
-    are refused. Blocks.
+    """The compiler for a model's tokenizer. None where it has none that llguidance reads, or no token that ends a text:
+    then grammars are refused. Blocks.
 
     Args:
         directory: The model's.

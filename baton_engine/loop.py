@@ -59,7 +59,9 @@ class _Compiled:
 
 
 class StepTimes:
-    """Measures every step, and remembers the last one that did nothing but decode."""
+    """Measures every step, and remembers the last one that did nothing but decode. A draft counts there as a sequence: it costs what a
+    decode does.
+    """
 
     def __init__(self) -> None:
         self._over_s = float("-inf")
@@ -78,10 +80,9 @@ class StepTimes:
         seconds = now_s - max(begun_s, self._over_s)
         self._over_s = now_s
         if all(row.num_tokens == 1 for row in plan.rows):
-            texts = [row for row in plan.rows if not row.draft]
             self._decode_s = seconds
-            self._decode_sequences = len(texts)
-            self._decode_context_tokens = sum(row.start + 1 for row in texts)
+            self._decode_sequences = len(plan.rows)
+            self._decode_context_tokens = sum(row.start + 1 for row in plan.rows)
         return seconds
 
     def put_into(self, load: WorkerLoad) -> WorkerLoad:

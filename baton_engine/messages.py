@@ -1,9 +1,10 @@
 """What an engine is told and what it tells. Plain frozen data, so that the port works across threads and processes.
 
-A sequence's life, prefilled for another worker: `Prefill` → `PrefillStarted` → sampled (first tokens) → pages stay pinned until
-`Release`. Received from another worker: `Receive` → `Reserved` → (KV arrives) → `Start` → sampled… . Generated here: `Generate` →
-`PrefillStarted` → sampled…. `Abort` is right at any moment, also for a sequence that is gone. Every sequence ends in exactly
-one of: its samples' finish reasons (local and started sequences), `Released`, `Failed`.
+A sequence's life, prefilled for another worker: `Prefill` → `PrefillStarted` → sampled (first tokens) → pages stay
+pinned until `Release`. Received from another worker: `Receive` → `Reserved` → (KV arrives) → `Start` → sampled… .
+Generated here: `Generate` → `PrefillStarted` → sampled…. `Abort` is right at any moment, also for a sequence that is
+gone. Every sequence ends in exactly one of: its samples' finish reasons (local and started sequences), `Released`,
+`Failed`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,9 @@ class Generate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """Prefill for another worker: draw the first token of each sample, or leave that to it, then keep the pages until `Release`."""
+    """Prefill for another worker: draw the first token of each sample, or leave that to it, then keep the pages until
+    `Release`.
+    """
 
     kind: ClassVar[LegKind] = LegKind.PREFILL
     seq_id: SeqId
@@ -47,8 +50,9 @@ class Receive:
 class Start:
     """The reserved pages hold the prompt's KV; decode from these first tokens.
 
-    Samples whose first token already finished them (`finish` set) are not run. With no sample left to run the pages
-    are released at once. With no first tokens at all every sample's first one is drawn here.
+    There is one of each sample that was asked for, or the sequence fails. Samples whose first token already finished
+    them (`finish` set) are not run; with no sample left to run the pages are released at once. Only vLLM's core is
+    given none at all, after `PromptComputed`: it draws every sample's first token itself.
     """
 
     seq_id: SeqId
@@ -110,8 +114,8 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptComputed:
-    """The KV of a prompt that is prefilled for another worker is complete, and its first tokens are left to that one (only vLLM's core
-    does so): it stands where its first tokens would be told.
+    """The KV of a prompt that is prefilled for another worker is complete, and its first tokens are left to that one
+    (only vLLM's core does so): it stands where its first tokens would be told.
 
     Attributes:
         prompt_logprobs: Where they were asked for: one entry per prompt token from the second on.
@@ -141,7 +145,8 @@ SeqEvent = PrefillStarted | Reserved | PromptComputed | Released | Failed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """Tokens drawn in one step, as columns of equal length: entry i of each describes one token. Several of one sample stand in the order of its text.
+    """Tokens drawn in one step, as columns of equal length: entry i of each describes one token. Several of one sample
+    stand in the order of its text.
 
     Attributes:
         seq_ids: Whose they are. The first tokens of a prompt's samples stand next to each other.
@@ -149,7 +154,8 @@ class SampledTokens:
         tokens: Token ids.
         finish_reasons: Why the sample ends with this token; None where it goes on.
         logprobs: Of the tokens that asked for them, by place in the columns.
-        prompt_logprobs: With the first tokens of a prompt that asked for them: one entry per prompt token from the second on.
+        prompt_logprobs: With the first tokens of a prompt that asked for them: one entry per prompt token from the
+            second on.
     """
 
     seq_ids: Sequence[SeqId]
@@ -162,12 +168,12 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvents:
-    """What the engine loop emits at one moment: before a step (answers to commands, `Reserved`, `PrefillStarted`), so that
-    nothing waits for the step to end, or after it (sampled tokens, `Failed`).
+    """What the engine loop emits at one moment: before a step (answers to commands, `Reserved`, `PrefillStarted`), so
+    that nothing waits for the step to end, or after it (sampled tokens, `Failed`).
 
     Attributes:
-        step: Number of the step in the second case; before a step it is the number of the step to come, and if none comes
-            the last one's.
+        step: Number of the step in the second case; before a step it is the number of the step to come, and if none
+            comes the last one's.
         events: In the order in which they happened.
         sampled: The tokens that the step drew, after all of the events; None for none.
         load: Counts at that moment.

@@ -108,6 +108,9 @@ class TokenConstraint(Protocol):
     def fork(self) -> "TokenConstraint":
         """Another sample that has the same tokens so far."""
 
+    def fork_for_draft(self, token: int) -> "TokenConstraint":
+        """For the row behind a guessed token: the same with `token` too. Its fault is not the sample's, unless the text comes to it."""
+
     def fill(self, bits: NDArray[np.uint32]) -> None:
         """Writes which tokens may come next, one bit each, lowest first; the ends of a text are among them where it is complete.
 
@@ -166,7 +169,7 @@ class SpeculationCounts:
 
 
 class GrammarCompiler(Protocol):
-    """Makes constraints of grammars, in threads of its own. Tenants take turns."""
+    """Makes constraints of grammars, in threads of its own, for which tenants take turns."""
 
     def compile(self, prompt: Prompt, done: Callable[[TokenConstraint | BatonError], None]) -> None:
         """Calls `done`, on any thread, with the constraint of a prompt's output after its `output_tokens`, or with why there is none."""

@@ -1,7 +1,8 @@
-"""Hosts vLLM's core in a thread of the worker's process, behind `EnginePort`: commands in, one frame of events per step out.
+"""Hosts vLLM's core in a thread of the worker's process, behind `EnginePort`: commands in, one frame of events per step
+out.
 
-What goes wrong with one request ends that request. What vLLM raises from a step ends the thread: the worker then ends, and comes
-back as a new incarnation.
+What goes wrong with one request ends that request. What vLLM raises from a step ends the thread: the worker then ends,
+and comes back as a new incarnation.
 """
 
 import logging
@@ -132,6 +133,7 @@ class VllmEngineHost:
         self._busy_since_s: float | None = None
         self._failure: BaseException | None = None
         self._cores: Sequence[int] = ()
+        self._told_load: WorkerLoad | None = None  # but for its number of steps
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, cores: Sequence[int] = ()) -> None:
@@ -427,16 +429,23 @@ class VllmEngineHost:
         return (SeqId(seq_id), int(sample)) if slash else (SeqId(request_id), 0)
 
     def _tell(self, events: list[SeqEvent], columns: "_Columns | None" = None) -> None:
-        """Several frames only where samples drew more than one token: those that had waited for the others' first."""
+        """Several frames only where samples drew more than one token: those that had waited for the others' first. None
+        where nothing has happened: while a grammar is compiled vLLM is stepped a thousand times per second.
+        """
         rounds: list[SampledTokens | None] = [] if columns is None else [*columns.rounds()]
+        load, blocks = self._load(), self._take_block_changes()
+        told = replace(load, steps=0)
+        if not (events or rounds or blocks is not None) and told == self._told_load:
+            return
+        self._told_load = told
         for index, sampled in enumerate(rounds or [None]):
             self._listener(
                 StepEvents(
                     step=self._counts.steps,
                     events=tuple(events) if index == 0 else (),
                     sampled=sampled,
-                    load=self._load(),
-                    blocks=self._take_block_changes(),
+                    load=load,
+                    blocks=blocks if index == 0 else None,
                 )
             )
 

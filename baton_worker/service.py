@@ -193,9 +193,10 @@ class WorkerService:
         """What happened here to the legs of the request `name`, their hand-offs and their sequences, or to the block with this key in
         hexadecimal, as far as it is remembered; in order of time.
         """
-        told: list[StoryEntry] = []
-        with suppress(ValueError):
-            told += self._engine.story(parse_block_key(name))
+        key = None
+        with suppress(ValueError):  # of a request's name
+            key = parse_block_key(name)
+        told = [] if key is None else [*self._engine.story(key)]
         for names in self._lifecycle.legs_of(RequestId(name)):
             told += self._lifecycle.story_of(names)
             if names.seq_id:

@@ -72,7 +72,8 @@ class EngineConfig:
             is admitted: at 0 most run at once, at 1 none with a single sample is ever preempted.
         speculative_config: How workers that decode guess tokens, several of which one step can confirm, in vLLM's JSON names:
             `{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 3}`. What comes out is
-            the same. Empty for none.
+            the same bit for bit with `deterministic`; otherwise it needs batch-invariant arithmetic, as a row's last bits may depend on
+            how many are computed beside it. Empty for none.
     """
 
     kind: str = "baton"
@@ -425,6 +426,8 @@ class ClusterConfig:
         restart_backoff_max_s: Longest such wait.
         startup_timeout_s: How long a process may take to become ready without showing progress.
         drain_timeout_s: How long a stop waits for requests in flight.
+        standby: Whether `baton serve` keeps a process whose imports are done, which takes the place of a worker that ends; it
+            takes about 180 MiB. Not with vLLM.
         metrics_port: First of as many ports on the loopback interface as there are workers started here: each answers
             Prometheus on one, in the order prefill, decode, hybrid; the pool's node, where there is one, on the next. None for
             no such ports.
@@ -444,6 +447,7 @@ class ClusterConfig:
     restart_backoff_max_s: float = 30.0
     startup_timeout_s: float = 300.0
     drain_timeout_s: float = 10.0
+    standby: bool = True
     metrics_port: int | None = None
 
 

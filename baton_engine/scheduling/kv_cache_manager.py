@@ -138,15 +138,19 @@ class KvCacheManager:
         """
         size, length = self.block_tokens, len(sequence.tokens)
         num_fresh = -(-(length + count) // size) - len(sequence.blocks)
-        fresh = self.blocks.take((), min(max(0, num_fresh), self.blocks.num_available)) or []
-        sequence.blocks += fresh
+        fresh = self.blocks.take((), min(max(0, num_fresh), self.blocks.num_available))
+        if fresh:
+            sequence.blocks += fresh
+            self.story.record("allocated for drafts", fresh, seq_id=sequence.seq_id)
         return min(count, len(sequence.blocks) * size - length)
 
     def drop_lookahead(self, sequence: Sequence) -> None:
         """Gives back the pages that the text of a running sequence does not reach."""
         num_needed = -(-len(sequence.tokens) // self.block_tokens)
-        self.blocks.release(sequence.blocks[num_needed:])
-        del sequence.blocks[num_needed:]
+        if unused := sequence.blocks[num_needed:]:
+            self.story.record("freed, not reached by drafts", unused, seq_id=sequence.seq_id)
+            self.blocks.release(unused)
+            del sequence.blocks[num_needed:]
 
     def append_slots_ahead(self, sequences: Iterable[Sequence]) -> bool:
         """Gives each of those that decode a place for the token after its last one, which is being drawn; all or nothing."""

@@ -99,21 +99,36 @@ class StepPlanner:
 
     def _drafts(self, running: SequenceOf[Sequence]) -> list[Row]:
         """Guessed tokens that are worth computing beside what runs, where pages and token budget are left. A page of tokens is kept for
-        prompts.
+        prompts; where they have a bounded time in each step, they have all of it.
         """
-        if self._speculator is None:
+        speculator = self._speculator
+        if speculator is None or (self._prompts_go_on() and self._budgets.are_bound(running)):
             return []
+        speculator.begin_step()
         rows: list[Row] = []
         load = StepLoad.of(running)
-        room = self._limits.max_num_batched_tokens - len(running) - self._limits.block_tokens
+        room = self._room_for_drafts(speculator, len(running))
         for sequence in running:
             if room <= len(rows):
                 break
-            chosen = self._speculator.choose(sequence, load)[: room - len(rows)]
+            chosen = speculator.choose(sequence, load)[: room - len(rows)]
             if chosen and (count := self._cache.append_lookahead(sequence, len(chosen))):
-                self._speculator.planned(sequence, count)
+                load = speculator.planned(sequence, count, load)
                 rows += draft_rows(sequence, chosen[:count])
         return rows
+
+    def _room_for_drafts(self, speculator: Speculator, num_running: int) -> int:
+        room = self._limits.max_num_batched_tokens - self._limits.block_tokens
+        if speculator.most_rows is not None:
+            room = min(room, speculator.most_rows)
+        return room - num_running
+
+    def _prompts_go_on(self) -> bool:
+        """Whether prompts are computed in the step to come, unless there is no page for them."""
+        if self._queues.prefilling:
+            return True
+        first = next(iter(self._queues.prompts), None)
+        return first is not None and self._queues.has_room_for(first)
 
     def _preempt_last(self, *, for_: Sequence) -> None:
         victim = self._queues.preemption_victim(self._preemption_order)
@@ -121,6 +136,8 @@ class StepPlanner:
             what = "runs, finds no page, and none can be preempted"
             raise self._queues.broken(for_, what, pages=self._cache.story.story(for_.seq_id))
         self._cache.preempt(victim)
+        if victim.drafts is not None:
+            victim.drafts.index.clear()
         self._queues.move(victim, State.WAITING)
         self.preemptions += 1
 

@@ -72,6 +72,7 @@ class Scheduler:
         enable_prefix_caching: Whether full pages are shared and kept for later prompts.
         policy: In which order, within which time, and which sequence is preempted.
         speculation: How tokens are guessed; None where none are.
+        most_rows: See `Speculator`.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         policy: SchedulingPolicy | None = None,
         speculation: NgramSpeculation | None = None,
+        most_rows: int | None = None,
     ) -> None:
         if limits.block_tokens != layout.block_tokens:
             raise ValueError("limits and layout disagree on the tokens per page")
@@ -96,7 +98,9 @@ class Scheduler:
         self._stories = StoryLog("engine")
         self._queues = SequenceQueues(limits.max_running, self._stories)
         self._cost = StepCost()
-        self._speculator = None if speculation is None else Speculator(speculation, self._cost)
+        self._speculator = (
+            None if speculation is None else Speculator(speculation, self._cost, most_rows)
+        )
         self._planner = StepPlanner(
             limits,
             self._queues,

@@ -1,5 +1,5 @@
-"""Checks the grammars of requests, off the event loop: what no worker could hold an answer to, or what would cost it too much, is
-refused here, with the path of the fault.
+"""Checks the grammars of requests, off the event loop: what no worker could hold an answer to, or what would cost it
+too much, is refused here, with the path of the fault.
 """
 
 import asyncio
@@ -48,8 +48,8 @@ class _Tenant:
 class GrammarChecker:
     """Makes grammars of the forms that clients ask for, and checks each once.
 
-    Of each tenant one at a time is with the threads, so that nobody waits for more than one grammar of each other tenant; and each
-    tenant pays with its own time, also for what is refused or given up by its client.
+    Of each tenant one at a time is with the threads, so that nobody waits for more than one grammar of each other
+    tenant; and each tenant pays with its own time, also for what is refused or given up by its client.
 
     Args:
         config: What they may cost.

@@ -1,5 +1,5 @@
-"""What of JSON schemas answers can be held to. Anything else is refused by the name of its keyword and its path: llguidance refuses
-keywords that it knows and does not enforce, but passes over those that it does not know.
+"""What of JSON schemas answers can be held to. Anything else is refused by the name of its keyword and its path:
+llguidance refuses keywords that it knows and does not enforce, but passes over those that it does not know.
 """
 
 import re
@@ -121,11 +121,12 @@ _SPELT_OUT: Mapping[str, tuple[str, ...]] = {
     "date-time": _REAL_DATE + _REAL_TIME,
     "email": (r"^[^@]{1,64}@",),
 }
-"""What llguidance's regular expressions of these formats allow and should not: a 29th of February in any year, a year 0, leap
-seconds anywhere (few readers take one at all), longer names of mailboxes than there are.
+"""What llguidance's regular expressions of these formats allow and should not: a 29th of February in any year, a year
+0, leap seconds anywhere (few readers take one at all), longer names of mailboxes than there are.
 """
 _UNSPEAKABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Characters that JSON writes by their number alone; answers have no such escapes, since any name could be written so."""
+"""Characters that JSON writes by their number alone; answers have no such escapes, since any name could be written so.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,8 @@ class SchemaPart:
 def checked_parts(
     schema: JsonValue, where: str, param: str, max_depth: int
 ) -> Iterator[SchemaPart]:
-    """Every object schema of `schema`, the outer before the inner, each as soon as it is known to hold nothing but what is enforced.
+    """Every object schema of `schema`, the outer before the inner, each as soon as it is known to hold nothing but what
+    is enforced.
 
     Args:
         schema: As the client sent it.

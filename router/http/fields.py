@@ -32,7 +32,8 @@ MAX_PROMPT_TOKENS = 2**21
 MAX_PROMPT_LOGPROBS = 2**17
 """Figures about one request's prompts: each token's, and those of the likeliest in its place."""
 MAX_REPEATED = 2**21
-"""Of prompts that are said again with each of several choices: their tokens, and figures about them, over all choices."""
+"""Of prompts that are said again with each of several choices: their tokens, and figures about them, over all choices.
+"""
 MAX_TOOLS = 128
 MAX_NAME_LENGTH = 1024
 MAX_METADATA = 16
@@ -44,7 +45,9 @@ MAX_CONTAINERS = 65_536
 MAX_ELEMENTS = 3_000_000
 """Of all arrays and objects together: a prompt of two million token ids, and room for the rest."""
 MAX_VALUES = 131_072
-"""Keys and values of one message, and of all that is neither messages nor token ids: enough for 128 tools of a hundred properties."""
+"""Keys and values of one message, and of all that is neither messages nor token ids: enough for 128 tools of a hundred
+properties.
+"""
 
 LONG_LISTS = {"messages": MAX_MESSAGES, "input": MAX_MESSAGES}
 """Fields with lists that are long in use, and how many elements each may have."""
@@ -102,7 +105,9 @@ class Body(BaseModel):
 
 
 def refusal(param: str | None, message: str) -> PydanticCustomError:
-    """A complaint about field `param` from a check that looks at more than one field; None for the field that holds what is checked."""
+    """A complaint about field `param` from a check that looks at more than one field; None for the field that holds
+    what is checked.
+    """
     return PydanticCustomError(REFUSED, "{message}", {"message": message, "param": param})
 
 

@@ -1,8 +1,10 @@
-"""Every field that OpenAI's, Anthropic's and vLLM's protocols have for a request, and what becomes of it at each endpoint.
+"""Every field that OpenAI's, Anthropic's and vLLM's protocols have for a request, and what becomes of it at each
+endpoint.
 
-A field is obeyed; or has no effect here, so that the request is answered and the field is named in the header `x-baton-ignored`; or
-is refused by its name, because without it the answer would be another one. Fields that stand in no row are answered and named in
-that header too. `docs/openai-conformance.md` shows the table, and tests hold it against the protocols and the request models.
+A field is obeyed; or has no effect here, so that the request is answered and the field is named in the header
+`x-baton-ignored`; or is refused by its name, because without it the answer would be another one. Fields that stand in
+no row are answered and named in that header too. `docs/openai-conformance.md` shows the table, and tests hold it
+against the protocols and the request models.
 """
 
 from collections.abc import Collection, Mapping
@@ -41,7 +43,8 @@ class KnownField:
 
     Attributes:
         obeyed: Where it is obeyed; the endpoint's model declares it.
-        idle: Where it has no effect on what is answered. Where its API is served in full, its type is checked all the same.
+        idle: Where it has no effect on what is answered. Where its API is served in full, its type is checked all the
+            same.
         refusal: What every other endpoint answers, and why.
         nothing: Values, besides null, that ask for nothing: taken everywhere.
         limits: What of it is not served where it is obeyed.

@@ -1,6 +1,8 @@
-"""What clients may send to be answered: OpenAI's fields for chat and plain completions, and those that vLLM added to them.
+"""What clients may send to be answered: OpenAI's fields for chat and plain completions, and those that vLLM added to
+them.
 
-Fields that do not change what is answered (`store`, `metadata`, `prediction`, …) are checked for their types and have no effect; their names are told to the client.
+Fields that do not change what is answered (`store`, `metadata`, `prediction`, …) are checked for their types and have
+no effect; their names are told to the client.
 """
 
 from collections.abc import Sequence

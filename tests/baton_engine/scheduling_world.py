@@ -85,6 +85,7 @@ class World:
     num_layers: int = 1
     policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
     speculation: NgramSpeculation | None = None
+    most_rows: int | None = None
     now_s: float = 0.0
     events: list[Event] = field(default_factory=list)
     output: dict[tuple[str, int], list[TokenSample]] = field(default_factory=dict)
@@ -100,6 +101,7 @@ class World:
             enable_prefix_caching=self.enable_prefix_caching,
             policy=self.policy,
             speculation=self.speculation,
+            most_rows=self.most_rows,
         )
         if self.pool is not None:
             self.connect(self.pool)

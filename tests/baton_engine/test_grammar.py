@@ -41,7 +41,7 @@ from baton_engine.messages import (
     StepEvents,
 )
 from baton_engine.models.config import load_spec
-from baton_engine.ports import TokenConstraint
+from baton_engine.ports import GrammarCounts, TokenConstraint
 from baton_engine.sampling.masks import collect_masks, masked
 from baton_engine.scheduling.plan import Row
 from baton_engine.scheduling.scheduler import Scheduler
@@ -252,6 +252,8 @@ class Breaks:
         self._left = 3
 
     def deep_copy(self) -> "Breaks":
+        if self._how == "panics copying":
+            raise Panic("an index out of range")
         return Breaks(self._how)
 
     def consume_token(self, token: int) -> bool:
@@ -277,9 +279,11 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("how", ["reports", "raises reading", "panics"])
+@pytest.mark.parametrize("how", ["reports", "raises reading", "panics", "panics copying"])
 def test_a_matcher_that_breaks_ends_its_own_request_alone(model, compiler, how, ahead):
-    """The rows beside it, under a grammar or none, draw what they draw without it, and no step of theirs is computed again."""
+    """The rows beside it, under a grammar or none, draw what they draw without it, and no step of theirs is computed
+    again.
+    """
 
     class BreaksForOne:
         def compile(self, prompt, done) -> None:
@@ -347,30 +351,152 @@ def test_a_grammar_that_becomes_too_complex_is_a_fault_that_is_counted(model, to
     compiler.close()
 
 
-def test_tenants_take_turns_at_the_compilers_threads(model):
-    """One that sends many grammars has one of them compiled at a time; another's waits for that one alone."""
-    compiler = load_compiler(model, GrammarConfig(threads=1), **vocabulary(model))
+def test_faults_behind_drafts_are_not_counted_and_leave_the_sample_as_it_was(model, tokenizer):
+    compiler = load_compiler(model, GrammarConfig(), **vocabulary(model))
     assert compiler is not None
-    order: list[str] = []
-    held, over = threading.Event(), threading.Event()
+    constraint = compiled(compiler, LLMatcher.grammar_from_regex("ab"))
+    assert not isinstance(constraint, BatonError), constraint
+    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    wrong = constraint.fork_for_draft(a).fork_for_draft(a)
+    assert isinstance(wrong.fault, InvalidRequestError)
+    assert constraint.fork_for_draft(a).fork_for_draft(b).fault is None
+    assert constraint.fault is None
+    assert compiler.counts.faults == 0
+    own = constraint.fork()
+    own.accept(b)
+    assert isinstance(own.fault, InvalidRequestError)
+    assert compiler.counts.faults == 1
+    compiler.close()
 
-    def send(tenant: str, name: str) -> None:
+
+def test_a_copy_that_cannot_be_made_does_not_touch_the_one_that_it_was_to_be_made_of():
+    class Uncopied(Breaks):
+        read = 0
+
+        def consume_token(self, token: int) -> bool:
+            self.read += 1
+            return True
+
+    matcher, counts = Uncopied("panics copying"), GrammarCounts()
+    constraint = MatcherConstraint(cast(LLMatcher, matcher), 32, counts)
+    copy, bits = constraint.fork(), np.ones(1, np.uint32)
+    copy.accept(5)
+    copy.fill(bits)
+    assert (matcher.read, bits[0], copy.num_allowed([5]), counts.masks) == (0, 0, 0, 0)
+    assert isinstance(copy.fault, EngineError)
+    assert constraint.fault is None
+    assert counts.faults == 1
+
+
+class Compiling:
+    """A compiler of `threads` threads, each of which is held with every outcome until `go_on`."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        compiler = load_compiler(model, GrammarConfig(threads=threads), **vocabulary(model))
+        assert compiler is not None
+        self.compiler = compiler
+        self.order: list[str] = []
+        self._held, self._told = threading.Event(), threading.Semaphore(0)
+
+    def send(self, tenant: str, name: str, *, tell: str = "") -> None:
         def done(outcome: TokenConstraint | BatonError) -> None:
-            assert held.wait(10)
-            order.append(name)
-            if len(order) == 5:
-                over.set()
+            assert not isinstance(outcome, BatonError), outcome
+            self.order.append(tell or name)
+            self._told.release()
+            assert self._held.wait(10)
 
         sampling = SamplingParams(grammar=LLMatcher.grammar_from_regex(name))
-        compiler.compile(Prompt(prompt_tokens=(1,), sampling=sampling, tenant=tenant), done)
+        self.compiler.compile(Prompt(prompt_tokens=(1,), sampling=sampling, tenant=tenant), done)
 
+    def wait(self, number: int) -> None:
+        """Until so many more are through."""
+        for _ in range(number):
+            assert self._told.acquire(timeout=10), self.order
+
+    def go_on(self) -> None:
+        self._held.set()
+
+
+@pytest.fixture
+def new_compiling(model):
+    made: list[Compiling] = []
+
+    def new(threads: int) -> Compiling:
+        made.append(Compiling(model, threads))
+        return made[-1]
+
+    yield new
+    for compiling in made:
+        compiling.go_on()
+        compiling.compiler.close()
+
+
+def test_tenants_take_turns_at_the_compilers_threads(new_compiling):
+    """One that sends many grammars has one of them compiled at a time while others wait; another's waits for that one
+    alone.
+    """
+    compiling = new_compiling(1)
+    compiling.send("many", "a")
+    compiling.wait(1)
+    for name in "bcd":
+        compiling.send("many", name)
+    compiling.send("few", "x")
+    compiling.send("few", "y")
+    compiling.go_on()
+    compiling.wait(5)
+    assert compiling.order == ["a", "x", "b", "y", "c", "d"]
+
+
+def test_a_tenant_has_all_threads_until_another_one_waits(new_compiling):
+    compiling = new_compiling(2)
     for name in "abcd":
-        send("many", name)
-    send("few", "x")
-    held.set()
-    assert over.wait(10)
-    compiler.close()
-    assert order == ["a", "x", "b", "c", "d"]
+        compiling.send("many", name)
+    compiling.wait(2)
+    assert sorted(compiling.order) == ["a", "b"]
+    compiling.send("few", "x")
+    compiling.go_on()
+    compiling.wait(3)
+    assert "x" in compiling.order[2:4]  # beside "c", of the other thread
+
+
+def test_a_grammar_that_is_kept_does_not_wait_for_those_that_are_not(new_compiling):
+    compiling = new_compiling(1)
+    assert not isinstance(
+        compiled(compiling.compiler, LLMatcher.grammar_from_regex("kept")), BatonError
+    )
+    compiling.send("many", "a")
+    compiling.wait(1)
+    for name in ("b", "c", "kept"):
+        compiling.send("many", name)
+    compiling.go_on()
+    compiling.wait(3)
+    assert compiling.order == ["a", "kept", "b", "c"]
+
+
+def test_a_grammar_that_several_want_is_compiled_once(new_compiling):
+    compiling = new_compiling(3)
+    for number in range(4):
+        compiling.send("one", "[a-z]{3}", tell=f"{number}")
+    compiling.send("other", "[a-z]{3}", tell="other")
+    compiling.go_on()
+    compiling.wait(5)
+    counts = compiling.compiler.counts
+    assert (counts.compiled, counts.found) == (1, 4)
+
+
+def test_a_request_that_cannot_be_told_of_its_grammar_keeps_no_other_waiting(new_compiling):
+    compiling = new_compiling(1)
+
+    def done(outcome: TokenConstraint | BatonError) -> None:
+        raise RuntimeError("nobody listens")
+
+    prompt = Prompt(prompt_tokens=(1,), sampling=SamplingParams(grammar=OF_SCHEMA))
+    compiling.compiler.compile(prompt, done)
+    compiling.go_on()
+    for name in "ab":
+        compiling.send(prompt.tenant, name)
+    compiling.wait(2)
+    assert compiling.order == ["a", "b"]
 
 
 def test_a_mask_leaves_what_the_grammar_allows_and_other_rows_alone(compiler, tokenizer):

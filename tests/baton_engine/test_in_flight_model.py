@@ -115,6 +115,9 @@ class Noting:
     def fork(self) -> "Noting":
         return self
 
+    def fork_for_draft(self, token: int) -> "Noting":
+        return self
+
     def fill(self, bits: NDArray[np.uint32]) -> None:
         self._noted.append("fill")
         bits[:] = 0xFFFF_FFFF

@@ -31,6 +31,9 @@ class Constraint:
     def fork(self) -> "Constraint":
         return self
 
+    def fork_for_draft(self, token: int) -> "Constraint":
+        return self
+
     def num_allowed(self, tokens: Sequence[int]) -> int:
         return len(tokens)
 

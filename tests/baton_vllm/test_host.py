@@ -42,6 +42,7 @@ class FakeCore:
         self.failing: set[str] = set()
         self.refusing: set[str] = set()
         self.broken = False
+        self.compiling = False
         self.flushed = 0
         self.closed = False
 
@@ -63,6 +64,9 @@ class FakeCore:
     def step(self, scheduled: Callable[[Scheduled], None]) -> list[CoreOutput]:
         if self.broken:
             raise RuntimeError("no device")
+        if self.compiling:
+            scheduled(Scheduled())
+            return []
         fresh = [name for name in self.requests if name not in self.drawn]
         scheduled(
             Scheduled(
@@ -150,6 +154,18 @@ def test_the_load_counts_steps_and_pages_and_remembers_a_decode_step(rig):
     load = rig.told[-1].load
     assert (load.steps, load.running, load.blocks_used) == (1, 1, 6)
     assert (load.step_sequences, load.step_context_tokens) == (1, 7)
+
+
+def test_a_step_in_which_nothing_happens_is_not_told(rig):
+    """As those are in which a grammar is compiled."""
+    rig.generate(max_tokens=2)
+    rig.core.compiling = True
+    for _ in range(20):
+        rig.host.turn()
+    assert [told.load.running for told in rig.told] == [1]
+    rig.core.compiling = False
+    rig.host.turn()
+    assert rig.tokens == [(0, 7, None)]
 
 
 def test_first_tokens_of_a_prompts_samples_are_told_together_and_in_order_after_them(rig):
