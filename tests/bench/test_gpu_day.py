@@ -79,10 +79,14 @@ def _calling(program: str) -> Callable[..., bool]:
     return called
 
 
+def broken() -> None:
+    raise RuntimeError("no such kernel")
+
+
 def test_a_point_that_breaks_off_is_counted_and_the_next_one_is_tried(tmp_path: Path) -> None:
     figures = Figures(tmp_path / "figures.jsonl")
     with figures.point("broken"):
-        raise RuntimeError("no such kernel")
+        broken()
     with figures.point("whole"):
         figures.add(whole=1.0)
     assert figures.failed == 1
