@@ -428,6 +428,8 @@ class ClusterConfig:
         restart_backoff_max_s: Longest such wait.
         startup_timeout_s: How long a process may take to become ready without showing progress.
         drain_timeout_s: How long a stop waits for requests in flight.
+        standby: Whether `baton serve` keeps a process whose imports are done, which takes the place of a worker that ends; it
+            takes about 180 MiB. Not with vLLM.
         metrics_port: First of as many ports on the loopback interface as there are workers started here: each answers
             Prometheus on one, in the order prefill, decode, hybrid; the pool's node, where there is one, on the next. None for
             no such ports.
@@ -447,6 +449,7 @@ class ClusterConfig:
     restart_backoff_max_s: float = 30.0
     startup_timeout_s: float = 300.0
     drain_timeout_s: float = 10.0
+    standby: bool = True
     metrics_port: int | None = None
 
 
