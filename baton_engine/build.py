@@ -168,7 +168,12 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
     check_compile(config, device)
     path = resolve_model(model.model, model.revision)
     spec = load_spec(path)
-    product = choose_product(config.cpu_product, device)
+    product = choose_product(
+        config.cpu_product,
+        device,
+        is_used="bfloat16" in (spec.dtype, model.dtype),
+        must_agree=config.deterministic,
+    )
     dtype = choose_dtype(spec, model.dtype, device, product)
     check_quantization(model.quantization, device, dtype)
     spec = quantised(spec, model.quantization)
