@@ -123,7 +123,12 @@ def test_nothing_is_measured_for_a_model_that_holds_no_bfloat16(
     tmp_path, folder, comparisons, monkeypatch
 ):
     asked = []
-    monkeypatch.setattr(build, "choose_product", lambda *_, **how: asked.append(how) or PANELS)
+
+    def choose(*_, **how):
+        asked.append(how)
+        return PANELS
+
+    monkeypatch.setattr(build, "choose_product", choose)
     path = make_model(tmp_path / "model", "llama", num_layers=1)
     spec = load_spec(path)
     load_decoder(path, spec, torch.float32, CPU)
