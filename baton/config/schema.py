@@ -421,8 +421,8 @@ class ClusterConfig:
         tls_key: File with its private key.
         tls_authority: File with the certificate by which those of the other processes are signed.
         restart_backoff_s: First wait before a process that ended is started again; doubles with each end in a row up to
-            `restart_backoff_max_s`. For one that had served for a second there is none at its first end, and at the next ones
-            the time for which it was ready counts as waited. After a minute of being ready its ends are forgotten.
+            `restart_backoff_max_s`. None at the first end of one that had served for a second. One end is forgiven for every five
+            seconds for which the process was ready.
         restart_backoff_max_s: Longest such wait.
         startup_timeout_s: How long a process may take to become ready without showing progress.
         drain_timeout_s: How long a stop waits for requests in flight.
