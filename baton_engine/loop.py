@@ -8,6 +8,7 @@ With `ahead`, the next step is planned and launched before the outcome of the la
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -37,7 +38,15 @@ from baton_engine.messages import (
     StepEvents,
 )
 from baton_engine.ports import BlockSink, GrammarCompiler, KvSource, TokenConstraint
-from baton_engine.scheduling.plan import NO_TOKEN, Launched, Row, StepPlan, StepResult, StepRunner
+from baton_engine.scheduling.plan import (
+    NO_TOKEN,
+    Drafter,
+    Launched,
+    Row,
+    StepPlan,
+    StepResult,
+    StepRunner,
+)
 from baton_engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -114,6 +123,7 @@ class EngineLoop:
             so that a hand-off can be prepared while the step computes.
         clock: For `progress_s`.
         grammars: Compiles the grammars of prompts, which wait for it; no other prompt does. None where grammars are refused.
+        drafter: Guesses tokens before steps are planned; None where no model does.
         ahead: Launch a step that can be planned ahead behind the one that is computed. A command that comes meanwhile waits
             for both.
     """
@@ -126,9 +136,12 @@ class EngineLoop:
         clock: Clock,
         *,
         grammars: GrammarCompiler | None = None,
+        drafter: Drafter | None = None,
         ahead: bool = False,
     ) -> None:
         self._scheduler = scheduler
+        self._drafter = drafter
+        self._is_drafter_failing = False
         self._runner = runner
         self._emit = emit
         self._clock = clock
@@ -206,9 +219,27 @@ class EngineLoop:
         events = self._drain()
         if self._is_closing:
             return None
+        if self._drafter is not None:
+            self._draft(self._drafter)
         plan, started = self._scheduler.schedule(self._clock.now_s())
         self._emit_events(self._scheduler.step, events + started)
         return None if plan is None else self._launch(plan)
+
+    def _draft(self, drafter: Drafter) -> None:
+        """Has tokens guessed for the step to come. Where that fails it goes on without."""
+        begun_s = self._clock.now_s()
+        plan = self._scheduler.plan_drafts(begun_s)
+        if plan is None:
+            return
+        self._busy_since_s = begun_s
+        proposed: SequenceOf[SequenceOf[int]] | None = None
+        try:
+            proposed = drafter.draft(plan)
+        except Exception as error:
+            if not self._is_drafter_failing:
+                logger.exception("the draft model failed, no tokens are guessed: %s", error)
+        self._is_drafter_failing = proposed is None
+        self._scheduler.drafted(plan, proposed, self._clock.now_s() - begun_s)
 
     def _begin_ahead(self) -> _Begun | None:
         """The step after the one in flight; None where it has to wait for that one, or a command has come."""

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from baton_engine.cache.arena import KvArena
 from baton_engine.kernels.cpu.layers import CpuLayers, Flow
 from baton_engine.kernels.ports import HeadNorms, KernelSet, PagedBatch, Rotation
 from baton_engine.models.config import ModelSpec
@@ -137,6 +136,13 @@ class LayerHooks(Protocol):
         """A layer's pages hold the step's keys and values."""
 
 
+class LayerPages(Protocol):
+    """The pages that a model computes with: a `KvArena`, or the part of one that is a drafter's."""
+
+    def layer(self, index: int) -> torch.Tensor:
+        """One layer's, `[num_blocks, num_kv_heads, 2, block_tokens, head_dim]`; a view."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
     """One layer; each half adds to the residual stream."""
@@ -190,7 +196,7 @@ class Decoder:
     def forward(
         self,
         step: DecoderInput,
-        arena: KvArena,
+        arena: LayerPages,
         hooks: LayerHooks | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -209,7 +215,7 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden(
-        self, step: DecoderInput, arena: KvArena, hooks: LayerHooks | None = None
+        self, step: DecoderInput, arena: LayerPages, hooks: LayerHooks | None = None
     ) -> torch.Tensor:
         """The same up to the output head: `[num_logits, hidden]`, normalised."""
         residual = self.embedding(step.tokens)
@@ -240,7 +246,7 @@ class Decoder:
         layers: CpuLayers,
         flow: Flow,
         step: DecoderInput,
-        arena: KvArena,
+        arena: LayerPages,
         hooks: LayerHooks | None,
     ) -> Flow:
         """All layers at once, or one by one where hooks are called between them."""
