@@ -255,7 +255,8 @@ class Lost(FakeRunner):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_lost_device_ends_the_loop_and_no_row_is_tried_again(ahead):
-    some, told = limits(), []
+    some = limits()
+    told: list[StepEvents] = []
     runner = Lost(some)
     scheduler = Scheduler(some, layout=layout(some.block_tokens), secret=SECRET)
     loop = EngineLoop(scheduler, runner, told.append, clock=ManualClock(), ahead=ahead)
