@@ -6,6 +6,7 @@ router never pays for torch. What all children share is in `baton_cluster.launch
 
 import argparse
 import asyncio
+import importlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +29,10 @@ from baton.telemetry.tracing import Tracer
 from baton.version import version
 from baton_cluster.call_in_thread import call_in_thread
 from baton_cluster.join_pool import WorkerPool, join_pool
-from baton_cluster.launch.child import Child, RoleMain, run
+from baton_cluster.launch.child import Child, RoleMain, run, run_standby
 from baton_cluster.launch.plan import POOL, ROUTER, SIMULATED
 from baton_cluster.launch.runtime_dir import kv_socket
+from baton_cluster.launch.standby import STANDBY
 from baton_worker.metrics import GrammarMetrics, SpeculationMetrics, WorkerMetrics
 from baton_worker.server import WorkerServer
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
@@ -417,6 +419,21 @@ def _worker_of(child: Child) -> WorkerConfig:
     return worker
 
 
+_IMPORTED_BY_WORKERS = (
+    "baton_engine.build",
+    "baton_vllm.build",
+    "baton_worker.service",
+    "decode_worker.receiver",
+    "prefill_worker.sender",
+)
+
+
+def import_worker() -> None:
+    """Imports what `run_worker` would on its way until it serves."""
+    for module in _IMPORTED_BY_WORKERS:
+        importlib.import_module(module)
+
+
 ROLES: dict[str, RoleMain] = {
     ROUTER: run_router,
     POOL: run_pool,
@@ -428,10 +445,12 @@ ROLES: dict[str, RoleMain] = {
 def main() -> None:
     """Becomes the child that the arguments name."""
     parser = argparse.ArgumentParser(prog="baton_cluster.roles")
-    parser.add_argument("role", choices=ROLES)
+    parser.add_argument("role", choices=(*ROLES, STANDBY))
     parser.add_argument("--name", required=True, help="shown in lists of processes")
     parser.add_argument("--lifeline", type=int, required=True, metavar="FD")
     arguments = parser.parse_args()
+    if arguments.role == STANDBY:
+        run_standby(ROLES.__getitem__, import_worker, arguments.lifeline)
     run(ROLES[arguments.role], arguments.lifeline)
 
 

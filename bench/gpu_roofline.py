@@ -1,7 +1,7 @@
 """How near the engine comes to what a GPU can do: `python -m bench.gpu_roofline [--json FILE]`; under ten minutes on an H200.
 
-For each shape: kernels held against their twins; decode steps, prompts and kernels alone, each as a share of the bytes that must
-move at the measured rate of a copy, or of the operations at the measured rate of a bfloat16 product. Figures are named
+For each shape: kernels held against float64; decode steps, prompts and kernels alone, each as a share of the bytes that must
+be read, or read and written, at the measured rates of reading and of a copy, or of the operations at that of a bfloat16 product. Figures are named
 `decode_SHAPE_bBATCH_cCONTEXT_...`, `decode_attention_...`, `prefill_SHAPE_nTOKENS_...`, `prefill_attention_...`, `rms_norm_...`:
 
     fraction           of the ceiling; for a decode step from its plan to its tokens on the host
@@ -26,10 +26,10 @@ from baton_engine.compiling import compile_glue
 from baton_engine.cuda_graphs import CudaGraphs
 from baton_engine.kernels.ports import KernelSet
 from baton_engine.kernels.select import choose_kv_dtype, select_kernels
-from bench.gpu.models import GPU_SHAPES, GpuShape, random_decoder
-from bench.gpu.points import Ceilings, ModelBench
-from bench.gpu.timing import CudaTimer, copy_rate, matmul_rate
-from bench.gpu.verify import verify
+from bench.gpu.models import GPU_SHAPES, Ceilings, GpuShape, random_decoder
+from bench.gpu.points import ModelBench
+from bench.gpu.timing import CudaTimer, copy_rate, matmul_rate, read_rate
+from bench.gpu.verify import Case, verify
 from bench.harness.report import Report
 
 BATCHES = (1, 64, 16, 256)
@@ -53,13 +53,19 @@ def main() -> None:
     report = Report(benchmark="gpu_roofline", settings=settings)
     deadline_s = time.monotonic() + arguments.limit_s
     device, timer = torch.device("cuda", torch.cuda.current_device()), CudaTimer()
-    ceilings = Ceilings(copy=copy_rate(timer, device), matmul=matmul_rate(timer, device))
+    copied = copy_rate(timer, device)
+    ceilings = Ceilings(
+        copy=copied,
+        read=max(copied, read_rate(timer, device)),
+        matmul=matmul_rate(timer, device),
+    )
     setup = Setup(
         kernels=select_kernels(device, _DTYPE, deterministic=arguments.deterministic),
         kv_dtype=choose_kv_dtype(arguments.kv_cache_dtype, _DTYPE, device),
         compiles=arguments.compile,
     )
     report.figures["copy_gb_s"] = ceilings.copy / 1e9
+    report.figures["read_gb_s"] = ceilings.read / 1e9
     report.figures["matmul_tflop_s"] = ceilings.matmul / 1e12
     for name in arguments.shapes:
         measure_shape(name, setup, ceilings, report, deadline_s)
@@ -96,11 +102,12 @@ def measure_shape(
     """Verifies and measures one shape on a GPU; adds to the report's figures.
 
     Raises:
-        SystemExit: A kernel does not agree with its twin.
+        SystemExit: A kernel is not right.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     shape, kv_dtype = GPU_SHAPES[name], setup.kv_dtype
-    for kernel, error in verify(setup.kernels, shape, device, _DTYPE, BLOCK_TOKENS).items():
+    case = Case(shape=shape, device=device, dtype=_DTYPE, block_tokens=BLOCK_TOKENS)
+    for kernel, error in verify(setup.kernels, case).items():
         report.figures[f"error_{kernel}_{name}"] = error
     longest, most_rows = max(*CONTEXTS, *PROMPTS), max(BATCHES)
     model = random_decoder(shape, setup.kernels, device, _DTYPE, longest, kv_dtype)

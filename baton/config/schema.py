@@ -73,8 +73,11 @@ class EngineConfig:
         output_headroom: Share of the pages that all outputs may still take for which there must be room before another request
             is admitted: at 0 most run at once, at 1 none with a single sample is ever preempted.
         speculative_config: How workers that decode guess tokens, several of which one step can confirm, in vLLM's JSON names:
-            `{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 3}`. What comes out is
-            the same. Empty for none.
+            `{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 3}`, or by a second model of
+            the same vocabulary `{"method": "draft_model", "model": PATH, "num_speculative_tokens": 3}`, which prefill workers then
+            need too: its KV goes with the model's, and workers of which only one has it refuse each other. What comes out is
+            the same bit for bit with `deterministic`; otherwise it needs batch-invariant arithmetic, as a row's last bits may depend on
+            how many are computed beside it. Empty for none.
     """
 
     kind: str = "baton"
@@ -422,11 +425,13 @@ class ClusterConfig:
         tls_key: File with its private key.
         tls_authority: File with the certificate by which those of the other processes are signed.
         restart_backoff_s: First wait before a process that ended is started again; doubles with each end in a row up to
-            `restart_backoff_max_s`. For one that had served for a second there is none at its first end, and at the next ones
-            the time for which it was ready counts as waited. After a minute of being ready its ends are forgotten.
+            `restart_backoff_max_s`. None at the first end of one that had served for a second. One end is forgiven for every five
+            seconds for which the process was ready.
         restart_backoff_max_s: Longest such wait.
         startup_timeout_s: How long a process may take to become ready without showing progress.
         drain_timeout_s: How long a stop waits for requests in flight.
+        standby: Whether `baton serve` keeps a process whose imports are done, which takes the place of a worker that ends; it
+            takes about 180 MiB. Not with vLLM.
         metrics_port: First of as many ports on the loopback interface as there are workers started here: each answers
             Prometheus on one, in the order prefill, decode, hybrid; the pool's node, where there is one, on the next. None for
             no such ports.
@@ -446,6 +451,7 @@ class ClusterConfig:
     restart_backoff_max_s: float = 30.0
     startup_timeout_s: float = 300.0
     drain_timeout_s: float = 10.0
+    standby: bool = True
     metrics_port: int | None = None
 
 

@@ -34,6 +34,7 @@ _KINDS = {
     "hybrid": "both on one hybrid worker",
     "on_decode": "the decode worker computes the prompt too, which was predicted to be better",
     "no_prefiller": "the decode worker computes the prompt too, for want of another",
+    "no_decoder": "the prefill worker decodes too, for want of another",
     "take_over": "another prefill worker took over",
 }
 

@@ -10,20 +10,25 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import uvloop
 
 from baton.errors import BatonError
 from baton.telemetry import logs
 from baton_cluster.launch.assignment import Assignment
+from baton_cluster.launch.command_line import show_as
 from baton_cluster.launch.lifeline import ChildEnd, Progress, Ready, fatal
 from baton_cluster.launch.runtime_dir import leave
 
 _PROGRESS_INTERVAL_S = 0.1
 _ORPHAN_GRACE_S = 5.0
+_LOWEST_PRIORITY = 19
 
 _log = logs.get_logger(__name__)
 
@@ -70,19 +75,72 @@ def run(role_main: RoleMain, lifeline_fd: int, *, interruptible: bool = False) -
     """Runs `role_main` as this process; does not return. `interruptible`: Ctrl-C is its own to handle, as SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end = ChildEnd(socket.socket(fileno=lifeline_fd))
+    stops = (signal.SIGTERM, signal.SIGINT) if interruptible else (signal.SIGTERM,)
+    _be(role_main, _assigned(end), end, stops)
+
+
+def run_standby(
+    role_of: Callable[[str], RoleMain], preload: Callable[[], None], lifeline_fd: int
+) -> None:
+    """Imports what a worker needs, waits for a worker's part, and becomes that worker; does not return.
+
+    Args:
+        role_of: What each role runs.
+        preload: Imports; called in a thread that gives way to every other process.
+        lifeline_fd: Of the launcher.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end = ChildEnd(socket.socket(fileno=lifeline_fd))
+    standby = _assigned(end)
+    try:
+        _call_niced(preload)
+    except Exception as error:  # noqa: BLE001  # whatever an import does: the launcher must hear of it
+        end.send(fatal(BatonError(f"{type(error).__name__}: {error}")))
+    else:
+        end.send(Ready())
     try:
         assignment = end.receive()
+    except BatonError:  # the launcher is gone, or does not need this process
+        _take_leave(standby)
+        os._exit(0)
+    worker = assignment.part.worker
+    assert worker is not None, "only a worker begins as a standby process"
+    role = worker.role.value
+    show_as(role, "--name", assignment.part.name, "--lifeline", str(lifeline_fd))
+    _be(role_of(role), assignment, end, (signal.SIGTERM,))
+
+
+def _assigned(end: ChildEnd) -> Assignment:
+    try:
+        return end.receive()
     except BatonError as error:
         end.send(fatal(error))
         sys.exit(1)
+
+
+def _be(
+    role_main: RoleMain, assignment: Assignment, end: ChildEnd, stops: Sequence[signal.Signals]
+) -> NoReturn:
     logs.configure(assignment.config.log, assignment.part.name)
-    stops = (signal.SIGTERM, signal.SIGINT) if interruptible else (signal.SIGTERM,)
     status = _run_to_end(role_main, assignment, end, stops)
     _take_leave(assignment)
     logging.shutdown()
     # Not sys.exit: a thread may still be loading weights or sit in a library that never returns, and what must be
     # undone has been.
     os._exit(status)
+
+
+def _call_niced(call: Callable[[], None]) -> None:
+    """Calls in a thread of the lowest priority. On Linux that is a thread's own, so that the process, which could not take it back
+    without privileges, keeps its priority for the time when it serves.
+    """
+
+    def niced() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        call()
+
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(niced).result()
 
 
 def _run_to_end(

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from baton.config import env
@@ -22,6 +23,14 @@ from baton_cluster.launch.supervisor import (
     ChildReady,
     Event,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spawned:
+    """A process that waits for an assignment on its lifeline."""
+
+    process: asyncio.subprocess.Process
+    lifeline: LauncherEnd
 
 
 class ChildProcess:
@@ -53,16 +62,16 @@ class ChildProcess:
         Raises:
             OSError: The machine refuses another process or socket.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            lifeline = await LauncherEnd.open(ours)
-            try:
-                process = await _spawn(plan, assignment, theirs.fileno(), module)
-            except OSError:
-                await lifeline.close()
-                raise
-        await lifeline.assign(assignment)
-        return cls(plan, assignment.part.incarnation, process, lifeline)
+        spawned = await spawn(plan, assignment, module=module, shown=(plan.role, plan.name))
+        return await cls.assign(spawned, plan, assignment)
+
+    @classmethod
+    async def assign(
+        cls, spawned: Spawned, plan: ChildPlan, assignment: Assignment
+    ) -> "ChildProcess":
+        """Tells a process that has been started what to do."""
+        await spawned.lifeline.assign(assignment)
+        return cls(plan, assignment.part.incarnation, spawned.process, spawned.lifeline)
 
     async def events(self) -> AsyncIterator[Event]:
         """What happens to the child, up to its exit, which is always the last."""
@@ -98,10 +107,40 @@ class ChildProcess:
                 return ChildFatal(name=name, incarnation=incarnation, error=error)
 
 
-async def _spawn(
-    plan: ChildPlan, assignment: Assignment, lifeline_fd: int, module: str
+async def spawn(
+    plan: ChildPlan, assignment: Assignment, *, module: str, shown: tuple[str, str]
+) -> Spawned:
+    """Starts `python -m module` for `plan`, with the descriptors of `assignment`, which it is still to be told.
+
+    Args:
+        plan: Decides its environment.
+        assignment: What it will be told, or the like of it.
+        module: What it runs.
+        shown: Role and name in its command line.
+
+    Raises:
+        OSError: The machine refuses another process or socket.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        lifeline = await LauncherEnd.open(ours)
+        try:
+            process = await _exec(plan, assignment, theirs.fileno(), module, shown)
+        except BaseException:
+            await lifeline.close()
+            raise
+    return Spawned(process=process, lifeline=lifeline)
+
+
+async def _exec(
+    plan: ChildPlan,
+    assignment: Assignment,
+    lifeline_fd: int,
+    module: str,
+    shown: tuple[str, str],
 ) -> asyncio.subprocess.Process:
-    arguments = (plan.role, "--name", plan.name, "--lifeline", str(lifeline_fd))
+    role, name = shown
+    arguments = (role, "--name", name, "--lifeline", str(lifeline_fd))
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

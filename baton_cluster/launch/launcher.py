@@ -21,6 +21,7 @@ from baton.config.schema import BatonConfig
 from baton.errors import BatonError, UnavailableError
 from baton.ids import Incarnation, new_incarnation
 from baton_cluster.launch import listener
+from baton_cluster.launch.assignment import Assignment
 from baton_cluster.launch.child_process import ChildProcess
 from baton_cluster.launch.child_stories import serve_stories
 from baton_cluster.launch.machine import own_cores, usable_cores
@@ -32,6 +33,7 @@ from baton_cluster.launch.plan import (
     resolve_model,
 )
 from baton_cluster.launch.runtime_dir import RuntimeDir, default_dir
+from baton_cluster.launch.standby import StandbyProcess
 from baton_cluster.launch.supervisor import (
     Action,
     Announcement,
@@ -137,6 +139,11 @@ class LocalCluster:
         """Every child at this moment."""
         return [self._info(plan) for plan in self._plans.values()]
 
+    @property
+    def standby_pid(self) -> int | None:
+        """Of the process that waits to become the next worker; None while there is none."""
+        return None if self._standby is None else self._standby.pid
+
     def kill(self, name: str) -> int:
         """Kills the child's process as a crash would, and returns its pid. The supervisor starts it again."""
         process = self._processes[name]
@@ -210,7 +217,20 @@ class LocalCluster:
         gpus = 0 if on_cpu else len(devices())
         plans = plan_children(self._config, self._runtime, gpus, own_cores())
         self._plans = {plan.name: plan for plan in plans}
+        self._standby = self._standby_for(plans)
         self._core = self._supervisor(plans)
+
+    def _standby_for(self, plans: Sequence[ChildPlan]) -> StandbyProcess | None:
+        """None where there is no worker whose imports it could have done."""
+        workers = [plan for plan in plans if plan.worker is not None]
+        if not self._config.cluster.standby or self._config.engine.kind != "baton" or not workers:
+            return None
+        return StandbyProcess(
+            workers[0],
+            config=self._config,
+            lock_fd=self._runtime.lock_fd,
+            module=self._child_module,
+        )
 
     def _supervisor(self, plans: Sequence[ChildPlan]) -> Supervisor:
         cluster = self._config.cluster
@@ -236,6 +256,8 @@ class LocalCluster:
                 for action in self._core.handle(event, time.monotonic()):
                     await self._act(action)
         finally:
+            if self._standby is not None:
+                await self._standby.close()
             stories.close()
             self._stop_listening()
             self._runtime.release()
@@ -275,8 +297,17 @@ class LocalCluster:
             case AnnounceReady():
                 self._ready.set()
                 self._observer.announce(action)
-            case AnnounceRestart() | AnnounceRecovered():
+                self._have_standby()
+            case AnnounceRecovered():
                 self._observer.announce(action)
+                self._have_standby()
+            case AnnounceRestart():
+                self._observer.announce(action)
+
+    def _have_standby(self) -> None:
+        """Begins the next one once what was to start serves: until then every core is needed for that."""
+        if self._standby is not None:
+            self._standby.begin()
 
     async def _start(self, action: StartProcess) -> None:
         plan = self._plans[action.name]
@@ -290,7 +321,9 @@ class LocalCluster:
             lock_fd=self._runtime.lock_fd,
         )
         try:
-            process = await ChildProcess.start(plan, assignment, module=self._child_module)
+            process = await self._become(plan, assignment) or await ChildProcess.start(
+                plan, assignment, module=self._child_module
+            )
         except OSError as error:
             self._never_started(action, error)
             return
@@ -298,6 +331,11 @@ class LocalCluster:
         listening = asyncio.create_task(self._listen_to(process), name=f"listen {action.name}")
         self._listening_to.add(listening)
         listening.add_done_callback(self._listening_to.discard)
+
+    async def _become(self, plan: ChildPlan, assignment: Assignment) -> ChildProcess | None:
+        if self._standby is None or plan.worker is None:
+            return None
+        return await self._standby.become(plan, assignment)
 
     def _never_started(self, start: StartProcess, error: OSError) -> None:
         reason = UnavailableError(f"cannot start {start.name}: {error.strerror or error}")

@@ -66,13 +66,18 @@ class LauncherEnd:
         except ConnectionError:
             return
 
+    async def status(self) -> Status | None:
+        """What the child says next; None once it is gone."""
+        try:
+            line = await self._reader.readline()
+        except ConnectionError:
+            return None
+        return msgspec.json.decode(line, type=Status) if line else None
+
     async def statuses(self) -> AsyncIterator[Status]:
         """What the child says, until it is gone."""
-        try:
-            while line := await self._reader.readline():
-                yield msgspec.json.decode(line, type=Status)
-        except ConnectionError:
-            return
+        while (status := await self.status()) is not None:
+            yield status
 
     async def close(self) -> None:
         """Lets go; a child that still lives takes it as the launcher's death."""
@@ -88,6 +93,7 @@ class ChildEnd:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._lines = sock.makefile("rb")
         self._sending = threading.Lock()
 
     def receive(self) -> Assignment:
@@ -96,8 +102,7 @@ class ChildEnd:
         Raises:
             ConfigError: What came is no assignment.
         """
-        with self._sock.makefile("rb") as lines:
-            return decode(lines.readline(), lines.readline())
+        return decode(self._lines.readline(), self._lines.readline())
 
     def send(self, status: Status) -> None:
         """Tells the launcher; from any thread. Does nothing if the launcher is gone."""

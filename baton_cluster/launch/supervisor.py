@@ -7,15 +7,16 @@ Pure: no processes, no clock. Time comes in as `now_s` (monotonic seconds). The 
        └────back-off─────┴─────────────────┘        on stop: any ──▶ STOPPING ──exit──▶ GONE
 
 A child that ends before it was ever ready ends the launch: a wrong model path does not get better by trying again. Once
-it has been ready, its end is an accident, and it starts again. One that has served starts at once at its first end; with
-each end in a row the wait doubles (`baton.backoff`), from the moment at which it was last ready, so that one which
-ends soon after every start waits and one which serves for longer than the wait does not. One that has not served waits from its
-end. A child without which the others can serve is never waited for, and whenever it ends, that is an accident.
+it has been ready, its end is an accident, and it starts again: at once if it has served and did not end lately, else after a wait
+that doubles (`baton.backoff`) with each end that is not forgiven yet. So one that ends soon after every start waits, and one that
+serves between its ends does not. A child without which the others can serve is never waited for, and whenever it ends, that is
+an accident.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from math import ceil
 
 from baton.backoff import Backoff
 from baton.errors import BatonError, InvariantError, UnavailableError
@@ -129,8 +130,11 @@ Action = StartProcess | Stop | Kill | GiveUp | Announcement
 SERVED_S = 1.0
 """Ready for this long, a child has served: what ended it need not be in the way of its next start."""
 
-STEADY_S = 60.0
-"""Ready for this long, a child is past what ended it before: its ends are counted from one again."""
+FORGIVEN_S = 5.0
+"""For each such time for which a child was ready one of its earlier ends is forgiven."""
+
+MOST_ENDS = 12
+"""More are not counted: after a minute all are forgiven."""
 
 KILL_GRACE_S = 5.0
 """A child drains by itself for the drain timeout; only this much later is it killed."""
@@ -191,7 +195,7 @@ class _Child:
     incarnation: Incarnation | None = None
     was_ready: bool = False
     has_ended: bool = False
-    ends_in_row: int = 0
+    ends: float = 0.0
     last_words: BatonError | None = None
     # What the moment means depends on the state: when to start, when it last moved, since when ready, when to kill.
     moment_s: float = 0.0
@@ -360,14 +364,9 @@ class Supervisor:
 
     def _back_off(self, child: _Child, returncode: int, now_s: float) -> Action:
         ready_s = now_s - child.moment_s if child.state is ChildState.READY else 0.0
-        if ready_s >= STEADY_S:
-            child.ends_in_row = 0
-        wait_s = self._policy.restart_backoff.wait_s
-        if ready_s >= SERVED_S:
-            after_s = max(0.0, wait_s(child.ends_in_row) - ready_s)
-        else:
-            after_s = wait_s(child.ends_in_row + 1)
-        child.has_ended, child.ends_in_row = True, child.ends_in_row + 1
+        unforgiven = max(0.0, child.ends - ready_s / FORGIVEN_S)
+        after_s = self._policy.restart_backoff.wait_s(ceil(unforgiven) + (ready_s < SERVED_S))
+        child.has_ended, child.ends = True, min(unforgiven + 1, MOST_ENDS)
         reason = describe_exit(returncode)
         if child.last_words is not None:
             reason = f"{reason}: {child.last_words.message}"

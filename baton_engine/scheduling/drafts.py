@@ -1,13 +1,13 @@
 """How one text may go on: where its last tokens stood before, and how often what followed there was right. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-_READ_PER_STEP = 512
-"""Tokens of one text that a step reads at most, so that a long prompt does not hold up all others: a quarter of a millisecond."""
+_WINDOW = 8192
+"""N-grams of one text that are kept, its last ones: 2 MB at most."""
 
 _PLACES_COMPARED = 8
 
-_FIRST_CHANCE, _FIRST_WEIGHT = 0.6, 2.0
+FIRST_CHANCE, _FIRST_WEIGHT = 0.6, 2.0
 """What is thought of a sequence's drafts before any was verified, and how many verified ones that is worth."""
 
 _KEEP = 0.95
@@ -15,30 +15,64 @@ _KEEP = 0.95
 
 
 class NgramIndex:
-    """Where the n-grams of one text stand. Grows with its text, by some tokens at a time: a step costs the same however long the text is.
+    """Where the last n-grams of one text stand. Reads on with its text, by some tokens at a time: a step costs the same however long the
+    text is.
 
     Only n-grams of `shortest` tokens are kept, each with the place before it: a longer one is found by comparing backwards.
 
     Args:
         shortest: Tokens of the shortest n-gram that is looked up.
         longest: Of the longest.
+        window: How many n-grams are kept, those that the text ends with.
     """
 
-    def __init__(self, shortest: int, longest: int) -> None:
+    def __init__(self, shortest: int, longest: int, window: int = _WINDOW) -> None:
         self._shortest = shortest
         self._longest = longest
+        self._window = window
+        self._next_end = shortest
         self._last_end: dict[tuple[int, ...], int] = {}
-        self._end_before: list[int] = []
-        """Of the n-gram that ends before token `shortest + i`, where it ended the last time before that; 0 for nowhere."""
+        self._end_before: dict[int, int] = {}
+        """Of the n-gram that ends before a token, where it ended the last time before that, if it did."""
 
-    def read(self, tokens: list[int], most: int = _READ_PER_STEP) -> None:
-        """Reads on in `tokens`, the whole text, by up to `most` of them. What it ends with is left out: nothing follows that yet."""
-        size = self._shortest
-        first = size + len(self._end_before)
+    @property
+    def num_kept(self) -> int:
+        """N-grams that are kept."""
+        return len(self._last_end)
+
+    def clear(self) -> None:
+        """Forgets all that was read."""
+        self._next_end = self._shortest
+        self._last_end.clear()
+        self._end_before.clear()
+
+    def read(self, tokens: list[int], most: int) -> int:
+        """Reads on in `tokens`, the whole text, by up to `most` of them; returns by how many. What it ends with is left out: nothing
+        follows that yet.
+        """
+        if len(tokens) - self._next_end > self._window:
+            self.clear()
+            self._next_end = len(tokens) - self._window
+        first = self._next_end
         for end in range(first, min(len(tokens), first + most)):
-            gram = tuple(tokens[end - size : end])
-            self._end_before.append(self._last_end.get(gram, 0))
+            self._forget(tokens, end - self._window)
+            gram = self._gram(tokens, end)
+            if gram in self._last_end:
+                self._end_before[end] = self._last_end[gram]
             self._last_end[gram] = end
+            self._next_end = end + 1
+        return self._next_end - first
+
+    def _forget(self, tokens: list[int], end: int) -> None:
+        if end < self._shortest:
+            return
+        self._end_before.pop(end, None)
+        gram = self._gram(tokens, end)
+        if self._last_end.get(gram) == end:
+            del self._last_end[gram]
+
+    def _gram(self, tokens: list[int], end: int) -> tuple[int, ...]:
+        return tuple(tokens[end - self._shortest : end])
 
     def continuation(self, tokens: list[int], count: int) -> list[int]:
         """The `count` tokens that followed the longest n-gram that `tokens` ends with where it stood before; empty where none did.
@@ -46,8 +80,7 @@ class NgramIndex:
         Of its last places a few are compared, and of equally long ones the last is taken. Where fewer tokens followed, the text is
         taken to go round in a circle.
         """
-        size = self._shortest
-        end = self._last_end.get(tuple(tokens[-size:]), 0)
+        end = self._last_end.get(tuple(tokens[-self._shortest :]), 0)
         best, best_length = 0, 0
         for _ in range(_PLACES_COMPARED):
             if not end or best_length == self._longest:
@@ -55,7 +88,7 @@ class NgramIndex:
             length = self._match(tokens, end)
             if length > best_length:
                 best, best_length = end, length
-            end = self._end_before[end - size]
+            end = self._end_before.get(end, 0)
         if not best:
             return []
         followed = tokens[best : best + count]
@@ -76,18 +109,35 @@ class SequenceDrafts:
     """What is known for guessing how one sequence goes on.
 
     Attributes:
-        index: Of its text.
+        index: Of its text, where drafts are looked up.
+        proposed: Drafts by a model, for the step to come.
+        num_written: Leading ones of them whose KV by that model is in the pages.
         verified: Drafts that were verified and could have been accepted, fading.
         accepted: Those of them that were, fading.
-        passed_over: How often drafts were found and not worth computing since some were.
+        tried_at: How long the text was when drafts were asked for last.
+        are_found: Whether there were any then.
         num_accepted: Of the drafts of the step that is computed.
     """
 
-    index: NgramIndex
+    index: NgramIndex | None = None
+    proposed: list[int] = field(default_factory=list)
+    num_written: int = 0
     verified: float = _FIRST_WEIGHT
-    accepted: float = _FIRST_WEIGHT * _FIRST_CHANCE
-    passed_over: int = 0
+    accepted: float = _FIRST_WEIGHT * FIRST_CHANCE
+    tried_at: int = 0
+    are_found: bool = True
     num_accepted: int = 0
+
+    def taken(self) -> list[int]:
+        """The proposed ones, which are so no more."""
+        taken, self.proposed = self.proposed, []
+        return taken
+
+    def forget(self) -> None:
+        """Its pages are taken away: it may not run again for long."""
+        self.proposed = []
+        if self.index is not None:
+            self.index.clear()
 
     @property
     def chance(self) -> float:

@@ -75,6 +75,10 @@ class PrefillBudgets:
         left_s = _MARGIN * target_s - taken_s
         return PrefillBudget(self._cost, seconds=left_s, floor_tokens=self._floor_tokens)
 
+    def are_bound(self, running: SequenceOf[Sequence]) -> bool:
+        """Whether prompts are to be computed beside these within a time."""
+        return self._target_s(running) is not None
+
     def _target_s(self, running: SequenceOf[Sequence]) -> float | None:
         targets = [
             self._tbt_s if sequence.slo.tbt_s is None else sequence.slo.tbt_s

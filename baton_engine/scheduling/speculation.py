@@ -17,35 +17,58 @@ Pure.
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from baton.config.speculative import NgramSpeculation
+from baton.config.speculative import NgramSpeculation, Speculation
 from baton_engine.ports import SpeculationCounts
-from baton_engine.scheduling.drafts import NgramIndex, SequenceDrafts
+from baton_engine.scheduling.drafts import FIRST_CHANCE, NgramIndex, SequenceDrafts
 from baton_engine.scheduling.in_flight import InFlightStep
 from baton_engine.scheduling.plan import Row
 from baton_engine.scheduling.request import Sequence, State
 from baton_engine.scheduling.step_cost import StepCost
 
 _TRY_AGAIN_AFTER = 32
-"""Of drafts that do not pay, one is computed after so many that were not: a text may begin to repeat itself."""
+"""Where drafts do not pay, one is computed all the same once the text is longer by so many tokens: it may begin to repeat itself."""
+
+_PAYS_OFF = 1.5
+"""A draft has to bring so many times the tokens per second that there are without it: what is known of its chance and its cost errs."""
+
+_LOOK_AGAIN_AFTER = 4
+"""Where no draft was found, steps are planned ahead until the text is longer by so many tokens."""
+
+_READ_PER_STEP = 512
+"""Tokens that a step reads at most, of all texts together, so that a long prompt does not hold up the others: half a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoad:
-    """What a step computes before any drafts.
+    """What a step computes, as far as it is planned.
 
     Attributes:
-        num_rows: Sequences that decode.
+        num_rows: Sequences that decode, and drafts.
         context_tokens: Over how many tokens in all.
+        num_texts: Sequences that decode.
+        tokens: What it is expected to bring.
     """
 
     num_rows: int
     context_tokens: int
+    num_texts: int
+    tokens: float
 
     @classmethod
     def of(cls, running: SequenceOf[Sequence]) -> "StepLoad":
         """Of a step in which these decode."""
         context = sum(sequence.num_computed + 1 for sequence in running)
-        return cls(num_rows=len(running), context_tokens=context)
+        count = len(running)
+        return cls(num_rows=count, context_tokens=context, num_texts=count, tokens=float(count))
+
+    def with_drafts(self, length: int, count: int, chance: float) -> "StepLoad":
+        """The same with `count` drafts behind a text of `length` tokens, each right with `chance` if those before it are."""
+        return StepLoad(
+            num_rows=self.num_rows + count,
+            context_tokens=self.context_tokens + sum(range(length + 1, length + count + 1)),
+            num_texts=self.num_texts,
+            tokens=self.tokens + sum(chance**place for place in range(1, count + 1)),
+        )
 
 
 def draft_rows(sequence: Sequence, drafts: SequenceOf[int]) -> list[Row]:
@@ -74,76 +97,139 @@ class Speculator:
     Args:
         config: How drafts are found.
         cost: Predicts steps.
+        most_rows: Of a step with drafts, where one of more rows would be computed in a slower way; None for any number.
 
     Attributes:
         counts: Drafts since the start.
+        most_rows: See above.
     """
 
-    def __init__(self, config: NgramSpeculation, cost: StepCost) -> None:
+    def __init__(self, config: Speculation, cost: StepCost, most_rows: int | None = None) -> None:
         self._config = config
+        self._ngrams = config if isinstance(config, NgramSpeculation) else None
         self._cost = cost
+        self.most_rows = most_rows
+        self._left_to_read = 0
+        self._may_probe = False
         self.counts = SpeculationCounts(accepted_per_position=[0] * config.num_speculative_tokens)
 
-    def choose(self, sequence: Sequence, load: StepLoad) -> list[int]:
-        """The drafts of a running sequence that are worth computing beside `load`; empty for none."""
-        found = self._find(sequence)
-        drafts = sequence.drafts
-        if drafts is None or not found:
-            return []
-        worth = self._worth(drafts.chance, len(sequence.tokens), load)
-        if worth:
-            return found[:worth]
-        drafts.passed_over += 1
-        return found[:1] if drafts.passed_over > _TRY_AGAIN_AFTER else []
+    def begin_step(self) -> None:
+        """The drafts of another step are asked for."""
+        self._left_to_read = _READ_PER_STEP
+        self._may_probe = True
 
-    def _find(self, sequence: Sequence) -> list[int]:
-        """How the text may go on, as far as that may be of use."""
-        config, request = self._config, sequence.request
-        # The last token of a text is drawn, and never computed.
-        most = min(config.num_speculative_tokens, request.final_len - len(sequence.tokens) - 1)
+    @property
+    def has_model(self) -> bool:
+        """Whether drafts are asked of a model, step by step: those that are `wanted` are `proposed`, and then chosen."""
+        return self._ngrams is None
+
+    def wanted(self, sequence: Sequence, load: StepLoad) -> int:
+        """How many drafts of a running sequence are worth computing beside `load`; one where none are, for one sequence in a step whose
+        turn it is to be tried again.
+        """
+        most = self._most(sequence)
         if most <= 0:
-            return []
+            return 0
+        worth = min(most, self._worth(sequence, load))
+        if not worth:
+            if not self._may_probe or not _is_to_be_tried(sequence, _TRY_AGAIN_AFTER):
+                return 0
+            self._may_probe = False
+            worth = 1
         if sequence.drafts is None:
-            index = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max)
-            sequence.drafts = SequenceDrafts(index=index)
-        index = sequence.drafts.index
-        index.read(sequence.tokens)
-        found = index.continuation(sequence.tokens, most)
-        end = next((i for i, token in enumerate(found) if token in request.stop_ids), len(found))
+            sequence.drafts = SequenceDrafts(index=self._new_index())
+        sequence.drafts.tried_at = len(sequence.tokens)
+        return worth
+
+    def proposed(self, sequence: Sequence, tokens: SequenceOf[int]) -> int:
+        """A model has drawn these behind a running sequence; returns how many are of use."""
+        drafts = sequence.drafts
+        assert drafts is not None
+        drafts.proposed = self._usable(sequence, tokens)
+        drafts.num_written = len(tokens) - 1  # the last one was not computed
+        return len(drafts.proposed)
+
+    def choose(self, sequence: Sequence, load: StepLoad) -> list[int]:
+        """The drafts of a running sequence that are to be computed beside `load`; empty for none. Nothing is looked up where none are
+        wanted.
+        """
+        if self.has_model:
+            return [] if sequence.drafts is None else sequence.drafts.taken()
+        count = self.wanted(sequence, load)
+        if not count:
+            return []
+        drafts = sequence.drafts
+        assert drafts is not None
+        assert drafts.index is not None
+        self._left_to_read -= drafts.index.read(sequence.tokens, self._left_to_read)
+        found = self._usable(sequence, drafts.index.continuation(sequence.tokens, count))
+        drafts.are_found = bool(found)
+        return found
+
+    def _most(self, sequence: Sequence) -> int:
+        """Drafts that could be of use: the last token of a text is drawn, and never computed."""
+        left = sequence.request.final_len - len(sequence.tokens) - 1
+        return min(self._config.num_speculative_tokens, left)
+
+    def _new_index(self) -> NgramIndex | None:
+        if self._ngrams is None:
+            return None
+        return NgramIndex(self._ngrams.prompt_lookup_min, self._ngrams.prompt_lookup_max)
+
+    def _usable(self, sequence: Sequence, found: SequenceOf[int]) -> list[int]:
+        """Those of the leading ones with which the text can go on."""
+        stop_ids = sequence.request.stop_ids
+        end = next((i for i, token in enumerate(found) if token in stop_ids), len(found))
         if sequence.constraint is not None:
             end = sequence.constraint.num_allowed(found[:end])
-        return found[:end]
+        return list(found[:end])
 
-    def _worth(self, chance: float, context_tokens: int, load: StepLoad) -> int:
-        """How many drafts, each accepted with `chance` if those before it are, a step should compute: as long as one more brings more
-        tokens per second than there are without it.
+    def _worth(self, sequence: Sequence, load: StepLoad) -> int:
+        """How many drafts of a sequence a step should compute beside `load`: as long as one more brings clearly more tokens per second than
+        there are without it.
         """
+        chance = FIRST_CHANCE if sequence.drafts is None else sequence.drafts.chance
         seconds = self._cost.decodes_s(load.num_rows, load.context_tokens)
-        context = load.context_tokens + context_tokens
+        context = load.context_tokens + len(sequence.tokens)
         row_s = self._cost.decodes_s(load.num_rows + 1, context) - seconds
-        tokens, all_accepted, count = float(load.num_rows), chance, 0
+        if self.has_model:
+            row_s += self._cost.draft_s(load.num_texts)
+        tokens, all_accepted, count = load.tokens, chance, 0
         while (
-            count < self._config.num_speculative_tokens and all_accepted * seconds > tokens * row_s
+            count < self._config.num_speculative_tokens
+            and all_accepted * seconds > _PAYS_OFF * tokens * row_s
         ):
             tokens, seconds, count = tokens + all_accepted, seconds + row_s, count + 1
             all_accepted *= chance
         return count
 
     def needs_outcome(self, current: InFlightStep) -> bool:
-        """Whether the step behind `current` should not be planned ahead: it has drafts, or the next one should."""
+        """Whether the step behind `current` should not be planned ahead: it has drafts, or the next one should. Looks nothing up and
+        changes nothing.
+        """
         if any(row.draft for row in current.plan.rows):
             return True
         load = StepLoad.of(current.sequences)
         running = (s for s in current.sequences if s.state is State.RUNNING)
-        return any(self.choose(sequence, load) for sequence in running)
+        return any(self._is_next(sequence, load) for sequence in running)
 
-    def planned(self, sequence: Sequence, count: int) -> None:
-        """`count` drafts of a sequence are computed in the step to come."""
-        assert sequence.drafts is not None
-        sequence.drafts.passed_over = 0
-        sequence.drafts.num_accepted = 0
+    def _is_next(self, sequence: Sequence, load: StepLoad) -> bool:
+        """Whether drafts of a sequence should be asked for beside `load`."""
+        if self._most(sequence) <= 1:  # one token is being drawn
+            return False
+        if not self._worth(sequence, load):
+            return _is_to_be_tried(sequence, _TRY_AGAIN_AFTER)
+        are_found = sequence.drafts is None or sequence.drafts.are_found
+        return are_found or _is_to_be_tried(sequence, _LOOK_AGAIN_AFTER)
+
+    def planned(self, sequence: Sequence, count: int, load: StepLoad) -> StepLoad:
+        """`count` drafts of a sequence are computed in the step to come, beside `load`; returns both together."""
+        drafts = sequence.drafts
+        assert drafts is not None
+        drafts.num_accepted = 0
         self.counts.drafts += 1
         self.counts.draft_tokens += count
+        return load.with_drafts(len(sequence.tokens), count, drafts.chance)
 
     def verified(self, row: Row, *, is_accepted: bool) -> None:
         """What became of the last draft of `row`; those of a sequence are told in order."""
@@ -155,5 +241,12 @@ class Speculator:
         drafts.note(is_accepted=is_accepted)
         if is_accepted:
             drafts.num_accepted += 1
+            row.seq.num_drafted += place < drafts.num_written
             self.counts.accepted_tokens += 1
             self.counts.accepted_per_position[place] += 1
+
+
+def _is_to_be_tried(sequence: Sequence, after: int) -> bool:
+    """Whether its text has grown by `after` tokens since drafts of it were asked for."""
+    drafts = sequence.drafts
+    return drafts is None or len(sequence.tokens) >= drafts.tried_at + after

@@ -23,6 +23,15 @@ _STD = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """What the device can do at most: bytes copied (read and written), bytes read, and operations, all per second."""
+
+    copy: float
+    read: float
+    matmul: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuShape:
     """A decoder's dimensions.
 
@@ -63,9 +72,28 @@ class GpuShape:
         return 2 * self.heads * self.head_dim * tokens * (tokens + 1)
 
     def prefill_flops(self, tokens: int) -> int:
-        """Of a whole prompt, of which the last token draws."""
+        """Of a whole prompt, of which the last token draws: it alone goes through the last layer's MLP."""
         per_layer = 2 * tokens * self.layer_weights + self.attention_flops(tokens)
-        return self.layers * per_layer + 2 * self.hidden * self.vocab
+        spared = 2 * (tokens - 1) * 3 * self.hidden * self.intermediate
+        return self.layers * per_layer - spared + 2 * self.hidden * self.vocab
+
+    def decode_floor_s(
+        self, batch: int, context: int, kv_token_bytes: int, ceilings: Ceilings
+    ) -> float:
+        """Seconds that a decode step takes at least: products and attention each as long as what they read, or what they compute, takes.
+
+        Args:
+            batch: Rows of the step.
+            context: Of each row, in tokens.
+            kv_token_bytes: Keys and values of one token in one layer.
+            ceilings: Of the device.
+        """
+        products_s = max(
+            self.streamed_bytes / ceilings.read, batch * self.streamed_bytes / ceilings.matmul
+        )
+        tokens = self.layers * batch * context
+        flops = 4 * self.heads * self.head_dim * tokens
+        return products_s + max(kv_token_bytes * tokens / ceilings.read, flops / ceilings.matmul)
 
     def spec(self, positions: int) -> ModelSpec:
         """As the engine's loader would describe it, for contexts of up to `positions` tokens."""
@@ -116,6 +144,7 @@ def random_decoder(
     dtype: torch.dtype,
     positions: int,
     kv_dtype: torch.dtype | None = None,
+    drawn_in: torch.dtype | None = None,
 ) -> Decoder:
     """A decoder of `shape` with random weights. Takes the memory of the model.
 
@@ -126,13 +155,17 @@ def random_decoder(
         dtype: Of weights and activations.
         positions: Longest context.
         kv_dtype: Of the pages; None for `dtype`.
+        drawn_in: Weights are rounded to this first, so that a decoder of another dtype has the same; None for `dtype`.
     """
     scales = (
         torch.ones(shape.kv_heads, 2, device=device) if kv_dtype == torch.float8_e4m3fn else None
     )
 
+    generator = torch.Generator(device).manual_seed(0)
+
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=dtype, device=device).normal_(std=_STD)
+        weight = torch.empty(rows, columns, dtype=drawn_in or dtype, device=device)
+        return weight.normal_(std=_STD, generator=generator).to(dtype)
 
     def product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Projection:
         plain = Linear(weight=weight, bias=bias)

@@ -1,7 +1,7 @@
 """What `bench.gpu_roofline` measures of one model: its decode, its prefill, and the kernels alone."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -16,20 +16,14 @@ from baton_engine.models.inputs import InputBuilder
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.plan import Row, StepPlan
 from baton_engine.scheduling.request import Request
-from bench.gpu.models import GpuShape
+from bench.gpu.models import Ceilings, GpuShape
 from bench.gpu.timing import Timer
 
 _NUMBERS_OF_8_BITS = 0x58
 """Bytes below are numbers from 0 to 15."""
 _PARAMS = SamplingParams(temperature=0, max_tokens=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ceilings:
-    """What the device can do at most: bytes copied and operations per second."""
-
-    copy: float
-    matmul: float
+_BEYOND_CACHES = 256 << 20
+"""Bytes; an H200's second-level cache has 60 MB."""
 
 
 class ModelBench:
@@ -93,13 +87,11 @@ class ModelBench:
     @torch.inference_mode()
     def decode(self, batch: int, context: int) -> dict[str, float]:
         """A decode step, from plan to tokens on the host, and the same without the host."""
-        plan = StepPlan(step=0, rows=self._rows(batch, context, num_tokens=1))
-        inputs = self._inputs.build(plan.rows)
+        inputs = self._inputs.build(self._rows(batch, context, num_tokens=1))
         repeat = self._graphs.capture(lambda: self._model.forward(inputs, self._arena))
-        step_s = self._timer.wall_s(lambda: self._runner.execute(plan))
+        step_s = self._timer.wall_s(self.decode_work(batch, context))
         kernels_s = self._timer.device_s(repeat)
-        kv_bytes = self._shape.layers * self._kv_token_bytes * batch * context
-        least_s = (self._shape.streamed_bytes + kv_bytes) / self._ceilings.copy
+        least_s = self._shape.decode_floor_s(batch, context, self._kv_token_bytes, self._ceilings)
         return {
             "tok_s": batch / step_s,
             "step_ms": step_s * 1e3,
@@ -108,19 +100,28 @@ class ModelBench:
             "overhead": 1 - kernels_s / step_s,
         }
 
+    def decode_work(self, batch: int, context: int) -> Callable[[], object]:
+        """A decode step, from plan to tokens on the host."""
+        plan = StepPlan(step=0, rows=self._rows(batch, context, num_tokens=1))
+        return partial(self._runner.execute, plan)
+
+    def prefill_work(self, tokens: int) -> Callable[[], object]:
+        """A whole prompt in one chunk, to the logits of its last token."""
+        inputs = self._inputs.build(self._rows(1, tokens, num_tokens=tokens))
+        return partial(self._model.forward, inputs, self._arena)
+
     @torch.inference_mode()
     def decode_attention(self, batch: int, context: int) -> dict[str, float]:
-        """The decode attention alone: bytes of the KV it reads against the copy rate."""
+        """The decode attention alone: bytes of the KV that it reads against the rate of reading."""
         inputs = self._inputs.build(self._rows(batch, context, num_tokens=1))
         seconds = self._timer.device_s(self._attending(inputs)) / self._shape.layers
         rate = self._kv_token_bytes * batch * context / seconds
-        return {"us": seconds * 1e6, "fraction": rate / self._ceilings.copy}
+        return {"us": seconds * 1e6, "fraction": rate / self._ceilings.read}
 
     @torch.inference_mode()
     def prefill(self, tokens: int) -> dict[str, float]:
         """A whole prompt in one chunk, to the logits of its last token."""
-        inputs = self._inputs.build(self._rows(1, tokens, num_tokens=tokens))
-        seconds = self._timer.device_s(lambda: self._model.forward(inputs, self._arena))
+        seconds = self._timer.device_s(self.prefill_work(tokens))
         rate = self._shape.prefill_flops(tokens) / seconds
         return {"tok_s": tokens / seconds, "fraction": rate / self._ceilings.matmul}
 
@@ -138,36 +139,44 @@ class ModelBench:
         shape, kernels, model = self._shape, self._model.kernels, self._model
         inputs = self._inputs.build(self._rows(1, tokens, num_tokens=tokens))
         heads = shape.heads + 2 * shape.kv_heads
-        x, residual, qkv, gates = (
-            torch.randn(tokens, width, device=model.device).to(model.dtype)
-            for width in (
+        norm, rotation = model.final_norm, model.rotary(inputs.positions)
+        slots, layers = inputs.batch.slots, shape.layers
+        residuals = self._copies(tokens, shape.hidden)
+        works: dict[str, tuple[Callable[[int, torch.Tensor], torch.Tensor], int, int]] = {
+            "rms_norm": (
+                lambda turn, x: norm.add(x, residuals[turn]),
                 shape.hidden,
-                shape.hidden,
-                heads * shape.head_dim,
+                4 * shape.hidden,
+            ),
+            "silu_mul": (
+                lambda _, gates: kernels.silu_mul(gates),
                 2 * shape.intermediate,
-            )
-        )
-        norm, rotation, pages = (
-            model.final_norm,
-            model.rotary(inputs.positions),
-            self._arena.layer(0),
-        )
-        works: dict[str, tuple[Callable[[], torch.Tensor], int]] = {
-            "rms_norm": (lambda: norm.add(x, residual), 4 * shape.hidden),
-            "silu_mul": (lambda: kernels.silu_mul(gates), 3 * shape.intermediate),
+                3 * shape.intermediate,
+            ),
             "rotate_and_store": (
-                lambda: kernels.rotate_and_store(
-                    qkv, rotation, None, pages, inputs.batch.slots, self._scales
+                lambda turn, qkv: kernels.rotate_and_store(
+                    qkv, rotation, None, self._arena.layer(turn % layers), slots, self._scales
                 ),
+                heads * shape.head_dim,
                 2 * heads * shape.head_dim,
             ),
         }
         figures = {}
-        for name, (work, elements) in works.items():
-            seconds = self._timer.device_s(self._graphs.capture(work))
+        for name, (work, width, elements) in works.items():
+            copies = self._copies(tokens, width)
+            seconds = self._timer.device_s(self._graphs.capture(partial(_in_turn, work, copies)))
+            seconds /= len(copies)
             rate = tokens * elements * model.dtype.itemsize / seconds
             figures[name] = {"us": seconds * 1e6, "fraction": rate / self._ceilings.copy}
         return figures
+
+    def _copies(self, tokens: int, width: int) -> list[torch.Tensor]:
+        """So many inputs that none is still in a cache when it is its turn again."""
+        model = self._model
+        size = tokens * width * model.dtype.itemsize
+        count = -(-_BEYOND_CACHES // size) if model.device.type == "cuda" else 1
+        x = torch.randn(tokens, width, device=model.device).to(model.dtype)
+        return [x.clone() for _ in range(count)]
 
     def _attending(self, inputs: DecoderInput) -> Callable[[], torch.Tensor]:
         """Attention of all layers, one after the other, so that no layer's pages are still in a cache."""
@@ -204,3 +213,12 @@ class ModelBench:
 
 def _buffer(memory: torch.Tensor) -> memoryview | torch.Tensor:
     return memory if memory.device.type == "cuda" else memory.numpy().data
+
+
+def _in_turn(
+    work: Callable[[int, torch.Tensor], torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The work over each input; gives the last result."""
+    for turn, x in enumerate(inputs):
+        out = work(turn, x)
+    return out

@@ -63,6 +63,13 @@ def copy_rate(timer: Timer, device: torch.device, size_bytes: int = _COPY_BYTES)
     return 2 * size_bytes / timer.device_s(lambda: target.copy_(source))
 
 
+def read_rate(timer: Timer, device: torch.device, size_bytes: int = _COPY_BYTES) -> float:
+    """Bytes per second of a stream that is only read: the fastest of torch's reductions over float32."""
+    numbers = torch.zeros(size_bytes // 4, dtype=torch.float32, device=device)
+    reductions = (numbers.sum, numbers.amax, lambda: torch.linalg.vector_norm(numbers))
+    return max(size_bytes / timer.device_s(reduce) for reduce in reductions)
+
+
 def matmul_rate(timer: Timer, device: torch.device, size: int = _MATMUL_SIZE) -> float:
     """Floating-point operations per second of a square product in bfloat16."""
     left = torch.randn(size, size, dtype=torch.bfloat16, device=device)

@@ -4,7 +4,8 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +15,7 @@ import psutil
 from baton import native
 from baton.cpu_features import cpu_flags, cpu_name
 
-_VERSIONS = ("torch", "transformers", "grpcio", "fastapi", "uvicorn", "numpy")
+_VERSIONS = ("torch", "triton", "transformers", "grpcio", "fastapi", "uvicorn", "numpy")
 
 _PRODUCTS = ("avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
@@ -44,8 +45,7 @@ class Report:
             "revision": _revision(),
             "hardware": _hardware(),
             "kernels": _kernels(),
-            "versions": {"python": sys.version.split()[0]}
-            | {name: metadata.version(name) for name in _VERSIONS},
+            "versions": {"python": sys.version.split()[0]} | dict(_versions()),
         }
         write_document(document, path)
 
@@ -68,8 +68,21 @@ def _hardware() -> dict[str, str | int | float]:
         "cpu": cpu_name() or platform.processor(),
         "cores": psutil.cpu_count() or 0,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpu": "none",
+        "gpu": _gpu(),
     }
+
+
+def _gpu() -> str:
+    """The GPU's name, where this process has loaded a torch that sees one."""
+    torch = sys.modules.get("torch")
+    return str(torch.cuda.get_device_name()) if torch and torch.cuda.is_available() else "none"
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    """Of what is installed; no benchmark uses all of it."""
+    for name in _VERSIONS:
+        with suppress(metadata.PackageNotFoundError):
+            yield name, metadata.version(name)
 
 
 def _kernels() -> dict[str, str | bool]:

@@ -5,11 +5,13 @@ sealed: a peer that could shrink it would make the owner's next access a SIGBUS.
 region server, which also knows when they have unmapped it (`serve_region`, `attach_region`).
 """
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import socket
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,9 @@ from kv_transfer.memory.region_server import RegionServer
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _CGROUP_UNLIMITED = 1 << 60
 _MOST_POPULATED_BYTES = 16 << 30
+_POPULATED_AT_ONCE_BYTES = 16 << 20
+_MADV_POPULATE_WRITE = 23
+"""Since Linux 5.14; unknown to `mmap`."""
 
 
 class SharedRegion:
@@ -33,11 +38,12 @@ class SharedRegion:
     def __init__(self, fd: int, size_bytes: int) -> None:
         """Maps `fd` and takes ownership of it; use `create` or `attach`."""
         self._fd = fd
-        # Without this the first push to every page of a peer would pay for a page fault. About 80 ms per GiB.
-        populate = mmap.MAP_POPULATE if size_bytes <= _MOST_POPULATED_BYTES else 0
-        self._mapping = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | populate)
+        self._mapping = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED)
         self._view = memoryview(self._mapping)
-        self._closed = False
+        self._closed = threading.Event()
+        self._populating = threading.Thread(target=self._populate, name="populate", daemon=True)
+        if size_bytes <= _MOST_POPULATED_BYTES:
+            self._populating.start()
 
     @classmethod
     def create(cls, size_bytes: int) -> "SharedRegion":
@@ -97,9 +103,11 @@ class SharedRegion:
 
     def close(self) -> None:
         """Drops the descriptor and the mapping; harmless when repeated."""
-        if self._closed:
+        if self._closed.is_set():
             return
-        self._closed = True
+        self._closed.set()
+        if self._populating.ident is not None:
+            self._populating.join()
         os.close(self._fd)
         try:
             self._view.release()
@@ -107,6 +115,21 @@ class SharedRegion:
         except BufferError:
             # Something (an engine's tensors) still views the bytes; the mapping goes with the last such view.
             return
+
+    def _populate(self) -> None:
+        """Without this the first push to every page of a peer would pay for a page fault. Nobody waits for it: it takes from 80 ms per GiB
+        up to some seconds, in a virtual machine whose host gives the memory only now.
+        """
+        libc = ctypes.CDLL(None)
+        first = ctypes.c_char.from_buffer(self._mapping)
+        for offset in range(0, len(self._mapping), _POPULATED_AT_ONCE_BYTES):
+            # In pieces, for whatever else changes this process's mappings waits for each.
+            length = min(_POPULATED_AT_ONCE_BYTES, len(self._mapping) - offset)
+            place = ctypes.c_void_p(ctypes.addressof(first) + offset)
+            if libc.madvise(place, ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+                self._view[offset : offset + length : mmap.PAGESIZE].tobytes()  # an older kernel
+            if self._closed.is_set():
+                return
 
 
 def available_bytes() -> int:

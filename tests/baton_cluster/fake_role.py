@@ -14,7 +14,8 @@ import threading
 from pathlib import Path
 
 from baton.errors import ModelLoadError
-from baton_cluster.launch.child import Child, run
+from baton_cluster.launch.child import Child, run, run_standby
+from baton_cluster.launch.standby import STANDBY
 from tests.waits import WAIT_S
 
 
@@ -67,6 +68,10 @@ async def _serve_http(child: Child) -> None:
     server.close()
 
 
+def import_nothing() -> None:
+    """A standby process of this module is ready at once."""
+
+
 def _was_here(name: str, child: Child) -> bool:
     """Whether this is not the first start of `name`."""
     mark = Path(child.assignment.config.cluster.runtime_dir).with_suffix(f".{name}")
@@ -89,4 +94,6 @@ if __name__ == "__main__":
     parser.add_argument("--name")
     parser.add_argument("--lifeline", type=int)
     arguments = parser.parse_args(sys.argv[1:])
+    if arguments.role == STANDBY:
+        run_standby(lambda _: fake, import_nothing, arguments.lifeline)
     run(fake, arguments.lifeline)

@@ -12,16 +12,22 @@ from hypothesis import strategies as st
 from baton.config.schema import GrammarConfig
 from baton.config.speculative import NgramSpeculation
 from baton.errors import EngineError
-from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample
+from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample, WorkerLoad
 from baton.ids import SeqId
 from baton.tokens import PackedTokens
 from baton_engine.fakes.engine import FakeRunner
 from baton_engine.grammar import load_compiler
+from baton_engine.loop import StepTimes
 from baton_engine.messages import Abort, Generate, Prefill, Receive
 from baton_engine.models.config import load_spec
 from baton_engine.ports import KvSource
-from baton_engine.scheduling.drafts import NgramIndex
-from baton_engine.scheduling.plan import NO_TOKEN, Launched, StepPlan, StepResult
+from baton_engine.scheduling.drafts import NgramIndex, SequenceDrafts
+from baton_engine.scheduling.in_flight import InFlightStep
+from baton_engine.scheduling.ordering import SchedulingPolicy
+from baton_engine.scheduling.plan import NO_TOKEN, Launched, Row, StepPlan, StepResult
+from baton_engine.scheduling.request import Request, Sequence, State
+from baton_engine.scheduling.speculation import Speculator, StepLoad, draft_rows
+from baton_engine.scheduling.step_cost import StepCost
 from tests.baton_engine.looped import draw_all
 from tests.baton_engine.scheduling_world import World, limits, prompt
 from tests.baton_engine.tiny_models import make_model
@@ -63,9 +69,32 @@ def test_a_text_that_is_read_bit_by_bit_is_known_as_one_read_at_once(text, sizes
     index, seen = NgramIndex(2, 5), 0
     for size in sizes:
         seen = min(len(text), seen + size)
-        index.read(text[:seen])
-    index.read(text)
+        index.read(text[:seen], most=60)
+    index.read(text, most=60)
     assert index.continuation(text, 6) == drafts_of(text, 6, longest=5)
+
+
+@given(st.lists(st.integers(0, 3), max_size=80), st.integers(1, 20), st.integers(1, 30))
+def test_of_a_long_text_the_end_alone_is_known(text, window, most):
+    index = NgramIndex(2, 5, window)
+    for end in range(len(text) + 1):
+        assert index.read(text[:end], most) <= most
+        assert index.num_kept <= window
+    end_of_text = text[-(window + 2) :]
+    whole = NgramIndex(2, 5)
+    whole.read(end_of_text, most=80)
+    assert bool(index.continuation(text, 3)) == bool(whole.continuation(end_of_text, 3))
+
+
+def test_a_text_that_has_grown_beyond_the_window_unread_is_read_from_there():
+    index = NgramIndex(2, 4, window=6)
+    text = [1, 2, 3] * 30
+    assert index.read(text, most=4) == 4
+    assert index.read(text, most=100) == 2
+    assert index.continuation(text, 4) == [1, 2, 3, 1]
+    index.clear()
+    assert index.num_kept == 0
+    assert index.continuation(text, 4) == []
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps():
@@ -304,3 +333,196 @@ def test_drafts_that_are_wrong_are_made_less_and_less_often():
         if plan.step == 100:
             half = counts.draft_tokens
     assert counts.draft_tokens - half < 60 < 4 * half
+
+
+WITHOUT_REPEATS = tuple(range(100, 130))
+
+
+class Bench:
+    """A speculator over sequences that run by themselves, whose steps take as long as it is told."""
+
+    def __init__(self, *, row_s: float, most_rows: int | None = None, num_drafts: int = 4) -> None:
+        self.cost = StepCost()
+        config = NgramSpeculation(
+            num_speculative_tokens=num_drafts, prompt_lookup_max=3, prompt_lookup_min=1
+        )
+        self.speculator = Speculator(config, self.cost, most_rows)
+        sequence = self.sequence(WITHOUT_REPEATS)
+        for rows in (1, 2, 4, 8) * 8:
+            row = Row(seq=sequence, start=40, num_tokens=1, samples=(0,))
+            self.cost.measured(StepPlan(step=1, rows=(row,) * rows), 1.0 + row_s * (rows - 1))
+
+    def sequence(self, text: tuple[int, ...], name: str = "a") -> Sequence:
+        asked = Generate(seq_id=SeqId(name), prompt=prompt(text[:1], max_tokens=10_000))
+        request = Request(asked=asked, final_len=10_000)
+        return Sequence(
+            request=request,
+            samples=(0,),
+            tokens=list(text),
+            num_computed=len(text) - 1,
+            state=State.RUNNING,
+        )
+
+
+def doubtful(sequence: Sequence, *, tried_at: int) -> Sequence:
+    """Of which no draft was right for long."""
+    index = NgramIndex(1, 3)
+    sequence.drafts = SequenceDrafts(index=index, verified=20.0, accepted=0.1, tried_at=tried_at)
+    return sequence
+
+
+def num_kept(sequence: Sequence) -> int:
+    """N-grams of its text."""
+    assert sequence.drafts is not None
+    assert sequence.drafts.index is not None
+    return sequence.drafts.index.num_kept
+
+
+def known(sequence: Sequence) -> tuple[float, float, int, int]:
+    drafts = sequence.drafts
+    assert drafts is not None
+    return drafts.verified, drafts.accepted, drafts.tried_at, num_kept(sequence)
+
+
+def test_nothing_is_looked_up_where_no_draft_is_worth_it():
+    bench = Bench(row_s=1.0)
+    sequence = doubtful(bench.sequence((7,) * 40), tried_at=20)
+    bench.speculator.begin_step()
+    assert bench.speculator.choose(sequence, StepLoad.of([sequence])) == []
+    assert num_kept(sequence) == 0
+
+
+def test_a_step_tries_one_of_those_again_whose_turn_it_is():
+    bench = Bench(row_s=1.0)
+    running = [doubtful(bench.sequence((7,) * 40, str(i)), tried_at=8) for i in range(3)]
+    load = StepLoad.of(running)
+    for turn in range(4):
+        bench.speculator.begin_step()
+        chosen = [bench.speculator.choose(sequence, load) for sequence in running]
+        assert chosen == [[7] if place == turn else [] for place in range(3)]
+
+
+def test_all_texts_of_a_step_share_what_it_reads():
+    bench = Bench(row_s=0.01)
+    running = [bench.sequence(tuple(range(400)), str(i)) for i in range(3)]
+    bench.speculator.begin_step()
+    for sequence in running:
+        bench.speculator.choose(sequence, StepLoad.of(running))
+    assert [num_kept(sequence) for sequence in running] == [399, 113, 0]
+
+
+def test_asking_whether_a_step_can_be_planned_ahead_changes_nothing():
+    bench = Bench(row_s=0.01)
+    sequence = bench.sequence((7,) * 40)
+    row = Row(seq=sequence, start=39, num_tokens=1, samples=(0,))
+    current = InFlightStep(plan=StepPlan(step=1, rows=(row,)), sequences=[sequence])
+    assert bench.speculator.needs_outcome(current)
+    assert sequence.drafts is None
+    doubtful(sequence, tried_at=39)
+    slow = Bench(row_s=1.0)
+    before = known(sequence)
+    assert not slow.speculator.needs_outcome(current)
+    assert known(sequence) == before
+    sequence.tokens += [7] * 31
+    assert slow.speculator.needs_outcome(current), "it is to be tried again"
+
+
+def test_steps_go_on_ahead_for_some_tokens_where_no_draft_was_found():
+    bench = Bench(row_s=0.01)
+    sequence = bench.sequence(WITHOUT_REPEATS)
+    bench.speculator.begin_step()
+    assert bench.speculator.choose(sequence, StepLoad.of([sequence])) == []
+    row = Row(seq=sequence, start=29, num_tokens=1, samples=(0,))
+    current = InFlightStep(plan=StepPlan(step=1, rows=(row,)), sequences=[sequence])
+    asked = []
+    for token in range(6):
+        asked.append(bench.speculator.needs_outcome(current))
+        sequence.tokens.append(200 + token)
+    assert asked == [False] * 4 + [True] * 2
+
+
+def test_drafts_of_one_text_make_those_of_the_next_one_worth_less():
+    bench = Bench(row_s=0.25)
+    running = [bench.sequence((7,) * 40, str(i)) for i in range(4)]
+    load, counts = StepLoad.of(running), []
+    bench.speculator.begin_step()
+    for sequence in running:
+        chosen = bench.speculator.choose(sequence, load)
+        counts.append(len(chosen))
+        if chosen:
+            load = bench.speculator.planned(sequence, len(chosen), load)
+    assert counts[0] > 0
+    assert load.num_rows == 4 + sum(counts)
+    assert load.tokens > 4.0
+    alone = bench.speculator.choose(running[3], StepLoad.of(running))
+    assert sorted(counts, reverse=True) == counts
+    assert counts[3] <= len(alone)
+
+
+def test_drafts_keep_to_the_rows_that_are_computed_quickly():
+    world = World(some(vocab_size=1), speculation=NGRAMS, most_rows=6)
+    for name in ("a", "b", "c"):
+        world.tell(Generate(seq_id=SeqId(name), prompt=prompt((0,) * 6, max_tokens=30)))
+    world.run()
+    world.assert_empty()
+    assert max(len(plan.rows) for plan in world.plans) == 6
+
+
+def test_while_prompts_have_a_bounded_time_no_drafts_are_made():
+    policy = SchedulingPolicy(tbt_s=0.05)
+    world = World(
+        some(vocab_size=1, max_num_batched_tokens=16, max_model_len=400, num_blocks=300),
+        speculation=NGRAMS,
+        policy=policy,
+    )
+    world.tell(Generate(seq_id=ONE, prompt=prompt((0,) * 6, max_tokens=200)))
+    for _ in range(4):
+        world.step()
+    assert any(row.draft for row in world.plans[-1].rows)
+    world.tell(Generate(seq_id=TWO, prompt=prompt((0,) * 100, max_tokens=5)))
+    with_prompts = 0
+    while not world.tokens("two"):
+        world.step()
+        with_prompts += 1
+        assert not any(row.draft for row in world.plans[-1].rows)
+    assert with_prompts > 2
+    world.step()
+    assert any(row.draft for row in world.plans[-1].rows)
+
+
+def test_pages_of_drafts_are_in_the_stories_of_pages():
+    world = World(
+        some(block_tokens=1, vocab_size=2), speculation=NGRAMS, enable_prefix_caching=False
+    )
+    world.tell(Generate(seq_id=ONE, prompt=prompt((0, 1) * 6, max_tokens=30)))
+    world.run()
+    told = [entry.event for entry in world.scheduler.story(ONE)]
+    assert any(event.startswith("allocated for drafts: ") for event in told)
+    assert any(event.startswith("freed, not reached by drafts: ") for event in told)
+
+
+def test_a_preempted_text_is_forgotten_until_it_runs_again():
+    world = World(
+        some(block_tokens=4, num_blocks=14, vocab_size=1, max_model_len=50),
+        speculation=NGRAMS,
+        enable_prefix_caching=False,
+    )
+    for name in ("a", "b"):
+        world.tell(Generate(seq_id=SeqId(name), prompt=prompt((0,) * 8, max_tokens=40)))
+    kept: list[int] = []
+    while not kept:
+        world.step()
+        waiting = [s for s in world.scheduler._queues.prompts if s.was_preempted]
+        kept = [num_kept(sequence) for sequence in waiting]
+    assert kept == [0]
+    world.run()
+    assert world.tokens("a") == world.tokens("b") == [0] * 40
+
+
+def test_a_step_with_drafts_is_told_as_one_of_so_many_sequences():
+    times = StepTimes()
+    sequence = Bench(row_s=0.1).sequence((7,) * 10)
+    rows = (Row(seq=sequence, start=9, num_tokens=1, samples=(0,)), *draft_rows(sequence, [7, 7]))
+    times.ended(StepPlan(step=1, rows=rows), begun_s=1.0, now_s=3.0)
+    load = times.put_into(WorkerLoad(running=1, waiting=0, blocks_total=1, blocks_free=1))
+    assert (load.step_s, load.step_sequences, load.step_context_tokens) == (2.0, 3, 10 + 11 + 12)

@@ -3,15 +3,17 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
 import torch
 
+from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.reference import ReferenceKernels, linear_by_row
-from bench.gpu.models import GPU_SHAPES, GpuShape, random_decoder
-from bench.gpu.points import Ceilings, ModelBench
-from bench.gpu.verify import verify
+from bench.gpu.models import GPU_SHAPES, Ceilings, GpuShape, random_decoder
+from bench.gpu.points import ModelBench
+from bench.gpu.verify import Case, verify
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -57,7 +59,7 @@ def made(kv_dtype: torch.dtype) -> ModelBench:
         longest=64,
         timer=OneSecond(),
         graphs=Again(),
-        ceilings=Ceilings(copy=1e6, matmul=1e6),
+        ceilings=Ceilings(copy=1e6, read=1e6, matmul=1e9),
     )
 
 
@@ -70,10 +72,25 @@ def test_a_decode_moves_its_weights_and_its_context(bench):
     assert figures["overhead"] == 0
 
 
+def test_a_step_of_many_rows_is_bound_by_what_it_computes():
+    shape, kv = TINY, 4 * 2 * 2 * 16
+    narrow = Ceilings(copy=1e6, read=1e12, matmul=1e6)
+    attention = 2 * 8 * 40 * 4 * 4 * 16
+    assert shape.decode_floor_s(8, 40, kv, narrow) == pytest.approx(
+        (8 * shape.streamed_bytes + attention) / 1e6
+    )
+
+
+def test_only_the_token_that_draws_goes_through_the_last_mlp():
+    mlp, tokens = 3 * 64 * 96, 32
+    all_of_it = 2 * (2 * tokens * TINY.layer_weights + TINY.attention_flops(tokens)) + 2 * 64 * 50
+    assert TINY.prefill_flops(tokens) == all_of_it - 2 * (tokens - 1) * mlp
+
+
 def test_attention_alone_is_counted_per_layer(bench):
     assert bench.decode_attention(2, 40)["fraction"] == pytest.approx(2 * 256 * 2 * 40 / 1e6)
     flops = 4 * 4 * 16 * sum(range(1, 33))
-    assert bench.prefill_attention(32)["fraction"] == pytest.approx(2 * flops / 1e6)
+    assert bench.prefill_attention(32)["fraction"] == pytest.approx(2 * flops / 1e9)
 
 
 def test_pages_of_8_bits_move_a_quarter_of_float32s():
@@ -98,14 +115,50 @@ def test_the_large_shapes_stream_as_many_bytes_as_the_models_they_are_named_afte
     assert streamed == pytest.approx({"llama8b": 15.0, "qwen7b": 14.1, "qwen500m": 0.99}, rel=0.01)
 
 
-def test_a_kernel_that_does_not_agree_with_its_twin_is_not_timed():
+CASE = Case(
+    shape=TINY,
+    device=CPU,
+    dtype=torch.float32,
+    block_tokens=16,
+    decodes=(1, 40),
+    prompts=((5, 40),),
+)
+
+
+def test_kernels_are_held_against_float64():
+    errors = verify(ReferenceKernels(), CASE)
+    assert set(errors) > {"attention", "attention_window", "attention_fp8", "rms_norm", "rotate"}
+    assert 0 < errors["attention"] < 1e-6
+    assert errors["store_values"] == 0
+
+
+def test_one_key_that_is_left_out_of_one_row_is_an_error():
+    class Forgetful(ReferenceKernels):
+        def paged_attention(
+            self,
+            query: torch.Tensor,
+            pages: torch.Tensor,
+            batch: PagedBatch,
+            scale: float,
+            window: int | None,
+            scales: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            shorter = batch.context_lens.clone()
+            shorter[1] -= 1
+            batch = replace(batch, context_lens=shorter)
+            return super().paged_attention(query, pages, batch, scale, window, scales)
+
+    with pytest.raises(SystemExit, match="attention"):
+        verify(Forgetful(), CASE)
+
+
+def test_a_kernel_that_is_wrong_is_not_timed():
     class Wrong(ReferenceKernels):
         def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
             return super().silu_mul(x) * 1.1
 
-    assert verify(ReferenceKernels(), TINY, CPU, torch.float32, 16)["attention"] == 0
     with pytest.raises(SystemExit, match="silu_mul"):
-        verify(Wrong(), TINY, CPU, torch.float32, 16)
+        verify(Wrong(), CASE)
 
 
 def test_products_that_are_to_keep_rows_apart_and_do_not_are_not_timed():
@@ -122,9 +175,9 @@ def test_products_that_are_to_keep_rows_apart_and_do_not_are_not_timed():
         ) -> torch.Tensor:
             return linear_by_row(x + x.sum() * 1e-6, weight, bias, out_dtype)
 
-    assert verify(Apart(), TINY, CPU, torch.float32, 16)["linear"] == 0
+    assert verify(Apart(), CASE)["linear"] < 1e-6
     with pytest.raises(SystemExit, match="depend on the others"):
-        verify(Mixed(), TINY, CPU, torch.float32, 16)
+        verify(Mixed(), CASE)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

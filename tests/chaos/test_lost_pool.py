@@ -1,9 +1,11 @@
 """The only worker of a role is killed again and again under load: the other one runs whole requests meanwhile."""
 
+import json
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(240)]
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32MiB", "--served-model-name", "m")
 INTERVAL_S = 0.15
 MAX_TOKENS = 24
+MOST_S = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +39,15 @@ def cluster(checkpoint: Path) -> Iterator[Served]:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a client got."""
+    """What a client got, as a stream."""
 
     prompt: list[int]
     status: int
     tokens: list[int]
+    first_token_s: float
     waited_s: float
+    asked_s: float
+    error: str
 
 
 class Load:
@@ -53,6 +59,7 @@ class Load:
         self._asked: list[Future[Reply]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
+        self._begun_s = time.monotonic()
 
     def __enter__(self) -> "Load":
         self._thread.start()
@@ -85,12 +92,27 @@ class Load:
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
+            "stream": True,
         }
         begun_s = time.monotonic()
-        answer = self._http.post("/v1/completions", json=body)
-        waited_s = time.monotonic() - begun_s
-        tokens = answer.json()["choices"][0]["token_ids"] if answer.is_success else []
-        return Reply(prompt=prompt, status=answer.status_code, tokens=tokens, waited_s=waited_s)
+        first_token_s, tokens, error = float("inf"), [], ""
+        with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            for line in answer.iter_lines():
+                told = line.removeprefix("data: ")
+                if not line.startswith("data: {") or "error" in json.loads(told):
+                    error += line.replace("data: [DONE]", "")
+                    continue
+                tokens += [t for c in json.loads(told)["choices"] for t in c["token_ids"] or ()]
+                first_token_s = min(first_token_s, time.monotonic() - begun_s)
+        return Reply(
+            prompt=prompt,
+            status=answer.status_code,
+            tokens=tokens,
+            first_token_s=first_token_s,
+            waited_s=time.monotonic() - begun_s,
+            asked_s=begun_s - self._begun_s,
+            error=error,
+        )
 
 
 def _kill(cluster: Served, role: str) -> None:
@@ -127,14 +149,60 @@ def test_no_request_fails_while_one_worker_lives(
             _kill(cluster, victim)
         for role in ("decode", "prefill"):
             eventually(partial(_serving, cluster, role), f"{role} is back", timeout_s=40)
-    replies = load.replies()
-    assert [reply for reply in replies if reply.status != 200] == []
+    _assert_served(load.replies(), checkpoint)
+    assert_at_rest(cluster)
+
+
+def _assert_served(replies: list[Reply], checkpoint: Path) -> None:
+    """No request failed, and every text is right."""
+    failed = [reply for reply in replies if reply.status != 200 or reply.error]
+    assert failed == []
     reference = Reference(checkpoint)
     for reply in replies:
         assert len(reply.tokens) == MAX_TOKENS
         reference.assert_greedy(reply.prompt, reply.tokens)
+    first = sorted((reply.first_token_s, reply.asked_s) for reply in replies)
     waited = sorted(reply.waited_s for reply in replies)
+    slowest = ", ".join(f"{s:.2f} s (asked at {at:.1f} s)" for s, at in first[-1:-6:-1])
     print(
-        f"{len(replies)} requests, slowest {waited[-1]:.2f} s, median {waited[len(waited) // 2]:.2f} s"
+        f"{len(replies)} requests; first token: median {first[len(first) // 2][0]:.2f} s, slowest {slowest}"
     )
-    assert_at_rest(cluster)
+    print(f"whole: median {waited[len(waited) // 2]:.2f} s, slowest {waited[-1]:.2f} s")
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(400)
+def test_kills_by_the_clock_delay_no_first_token_by_two_seconds(checkpoint: Path) -> None:
+    """The only decode worker, then the only prefill worker, then each in turn, every five seconds, whether or not the others are back."""
+    victims = [*("decode",) * 3, *("prefill",) * 3, *("decode", "prefill") * 6]
+    with serve(str(checkpoint), *FLAGS, standby=True) as cluster:
+        eventually(partial(_waits, cluster), "a standby process waits")
+        with Load(cluster) as load:
+            begun_s = time.monotonic()
+            killed = [_kill_now(cluster, role, begun_s + 5.0 * n) for n, role in enumerate(victims)]
+            for role in ("decode", "prefill"):
+                eventually(partial(_serving, cluster, role), f"{role} is back", timeout_s=40)
+        replies = load.replies()
+        restarts = [line.strip() for line in cluster.output if "starting it again" in line]
+        print("\n".join((f"{sum(killed)} kills", *restarts)))
+        assert sum(killed) >= len(victims) - 2, "those that came while it started do not count"
+        _assert_served(replies, checkpoint)
+        assert max(reply.first_token_s for reply in replies) < MOST_S
+        assert_at_rest(cluster)
+
+
+def _waits(cluster: Served) -> bool:
+    """Whether a standby process is there, and has nothing to do any more."""
+    waiting = [child for child in cluster.children() if "standby" in child.cmdline()]
+    return bool(waiting) and waiting[0].cpu_percent(0.3) == 0.0
+
+
+def _kill_now(cluster: Served, role: str, at_s: float) -> bool:
+    """Kills the one worker of a role at that time; whether it had a process."""
+    time.sleep(max(0.0, at_s - time.monotonic()))
+    for child in cluster.children():
+        with suppress(psutil.Error):  # it ends
+            if f"{role}-0" in child.cmdline():
+                child.kill()
+                return True
+    return False

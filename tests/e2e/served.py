@@ -104,16 +104,20 @@ def maps_pool(served: Served, *roles: str) -> bool:
 
 
 @contextmanager
-def serve(model: str | None, *flags: str) -> Iterator[Served]:
+def serve(model: str | None, *flags: str, standby: bool = False) -> Iterator[Served]:
     """Runs a cluster; at the end stops it and asserts that it left nothing behind.
 
-    A test may end the launcher itself; what must not be left is the same.
+    A test may end the launcher itself; what must not be left is the same. A standby process, whose imports take the time of those that
+    serve, is kept only where a test is about it.
     """
     directory = tempfile.mkdtemp(prefix="baton-e2e-")
     runtime_dir = Path(directory) / "run"
     command = [sys.executable, "-m", "baton_cluster.cli.main", "serve", *([model] if model else [])]
     command += ["--port", "0", "--runtime-dir", str(runtime_dir), *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "BATON_CLUSTER_STANDBY": str(standby).lower(),
+    }
     shared_before = set(os.listdir("/dev/shm"))
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

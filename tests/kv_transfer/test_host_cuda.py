@@ -1,19 +1,19 @@
-"""What runs on a GPU without torch runs here on a driver of host memory, `host_cuda.c`: every call over ctypes as the real one gets it.
+"""What runs on a GPU without torch runs here on a driver of host memory, `bench/gpu/host_cuda.c`: every call over ctypes as the real one gets it.
 
 The driver is compiled against NVIDIA's own header, so that a call's name, its arguments and their layout are those of the real
 one; processes hand memory to each other as they would on a GPU. What only a GPU can show, its rates and that its kernels and copies
 come in order, this does not show.
 """
 
-import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+
+from bench.gpu.host_driver import build_host_driver
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBER_OF_TESTS = 80
@@ -29,21 +29,12 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler, triton = shutil.which("cc"), importlib.util.find_spec("triton")
-    if compiler is None or triton is None or triton.origin is None:
+    driver = build_host_driver(tmp_path_factory.mktemp("driver"))
+    if driver is None:
         pytest.skip(
             'no C compiler, or no Triton, which brings cuda.h: pip install "baton-serve[triton]"'
         )
-    headers = Path(triton.origin).parent / "backends" / "nvidia" / "include"
-    target = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    flags = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread"]
-    source = Path(__file__).parent / "host_cuda.c"
-    subprocess.run(
-        [compiler, *flags, "-isystem", str(headers), str(source), "-o", str(target)],
-        check=True,
-        timeout=60,
-    )
-    return target
+    return driver
 
 
 def test_what_runs_on_a_gpu_runs_on_a_driver_of_host_memory(library: Path, tmp_path: Path):

@@ -1,10 +1,13 @@
 import os
+import threading
+from pathlib import Path
 
 import pytest
 
 from baton.errors import OutOfMemoryError, TransferError
 from kv_transfer.memory import shared_region
 from kv_transfer.memory.shared_region import SharedRegion
+from tests.waits import eventually
 
 
 def test_a_region_is_zeroed_and_writable():
@@ -57,3 +60,26 @@ def test_views_outlive_the_region_that_they_came_from():
     region.close()
     view[0] = 1
     assert view[0] == 1
+
+
+def test_a_regions_page_faults_are_taken_in_the_background():
+    size = 40 << 20
+    region = SharedRegion.create(size)
+    try:
+        eventually(lambda: size in _resident_bytes())
+    finally:
+        region.close()
+
+
+def test_a_region_may_be_closed_while_its_page_faults_are_taken():
+    region = SharedRegion.create(256 << 20)
+    other = SharedRegion.attach(os.dup(region.fd), 256 << 20)
+    region.close()
+    other.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "populate"]
+
+
+def _resident_bytes() -> list[int]:
+    """What this process has mapped in of each region."""
+    told = Path("/proc/self/smaps").read_text().split("memfd:baton-kv")[1:]
+    return [int(one.partition("Rss:")[2].split()[0]) * 1024 for one in told]

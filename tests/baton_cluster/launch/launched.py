@@ -8,6 +8,7 @@ import sys
 from baton.config.load import from_json
 from baton.errors import BatonError
 from baton_cluster.launch.launcher import LocalCluster
+from tests.waits import WAIT_S
 
 
 async def main() -> int:
@@ -17,10 +18,14 @@ async def main() -> int:
         asyncio.get_running_loop().add_signal_handler(number, cluster.request_stop)
     try:
         async with cluster:
+            async with asyncio.timeout(WAIT_S):
+                while (standby := cluster.standby_pid) is None:  # noqa: ASYNC110  # it comes by itself
+                    await asyncio.sleep(0.01)
             facts = {
                 "url": cluster.url,
                 "runtime_dir": str(cluster.runtime_dir),
-                "pids": {child.name: child.pid for child in cluster.children},
+                "pids": {child.name: child.pid for child in cluster.children}
+                | {"standby": standby},
             }
             print(json.dumps(facts), flush=True)
             await cluster.wait()

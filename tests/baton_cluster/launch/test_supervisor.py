@@ -8,9 +8,9 @@ from baton.backoff import Backoff
 from baton.errors import ModelLoadError
 from baton.ids import Incarnation
 from baton_cluster.launch.supervisor import (
+    FORGIVEN_S,
     KILL_GRACE_S,
     SERVED_S,
-    STEADY_S,
     AnnounceReady,
     AnnounceRecovered,
     AnnounceRestart,
@@ -167,24 +167,24 @@ def test_the_wait_doubles_up_to_its_maximum():
 
 
 def test_a_child_that_has_served_starts_again_at_once_and_after_each_further_end_in_a_row_later():
-    assert waits_of(launched(), 6, ready_for_s=SERVED_S) == [0, 0, 1, 3, 7, 7]
+    assert waits_of(launched(), 6, ready_for_s=SERVED_S) == [0, 1, 2, 4, 8, 8]
 
 
-def test_a_child_that_serves_for_longer_than_the_wait_starts_again_at_once_each_time():
-    assert waits_of(launched(), 8, ready_for_s=POLICY.restart_backoff.max_s) == [0] * 8
+def test_a_child_that_serves_between_its_ends_starts_again_at_once_each_time():
+    assert waits_of(launched(), 20, ready_for_s=FORGIVEN_S) == [0] * 20
 
 
 def test_ends_of_a_child_that_served_and_of_one_that_did_not_are_counted_together():
     cluster = launched()
     assert waits_of(cluster, 2, ready_for_s=0.0) == [1, 2]
-    assert waits_of(cluster, 1, ready_for_s=SERVED_S) == [1]
+    assert waits_of(cluster, 1, ready_for_s=SERVED_S) == [2]
     assert waits_of(cluster, 1, ready_for_s=0.0) == [8]
 
 
-def test_the_ends_of_a_child_that_was_ready_for_a_minute_are_forgotten():
+def test_the_ends_of_a_child_that_was_ready_for_a_minute_are_forgiven():
     cluster = launched()
-    assert waits_of(cluster, 3, ready_for_s=0.0) == [1, 2, 4]
-    assert waits_of(cluster, 1, ready_for_s=STEADY_S) == [0]
+    assert waits_of(cluster, 20, ready_for_s=0.0)[-1] == POLICY.restart_backoff.max_s
+    assert waits_of(cluster, 1, ready_for_s=60.0) == [0]
     assert waits_of(cluster, 2, ready_for_s=0.0) == [2, 4]
 
 
