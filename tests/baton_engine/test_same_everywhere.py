@@ -13,8 +13,9 @@ from llguidance import LLMatcher
 
 from baton.config.schema import GrammarConfig
 from baton.config.speculative import NgramSpeculation
-from baton.generation import PackedTokens, Prompt, SamplingParams, TokenSample
+from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import SeqId
+from baton.tokens import PackedTokens
 from baton_engine.grammar import MatcherCompiler, load_compiler
 from baton_engine.messages import Abort, Generate, Prefill, Receive, Release
 from baton_engine.models.config import load_spec
@@ -170,7 +171,7 @@ def _hand_over(prefill: WholeEngine, decode: WholeEngine, name: SeqId, prompt: P
     decode.step()
     prefill.run()
     (blocks,) = [s.blocks for r in prefill.scheduler._requests.values() for s in r.sequences]
-    hand_off(prefill, decode, name, blocks)
+    hand_off(prefill, decode, name, [*blocks])
     prefill.tell(Release(seq_id=name))
 
 
