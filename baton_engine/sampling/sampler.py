@@ -99,7 +99,8 @@ class Sampler:
         """Of each draw, `[num_draws]`: its token, int64, and whether it means anything, bool."""
         row_of, random = asked.row_of.tensor, asked.random
         if random is not None and len(random.places.tensor) == len(scores):
-            highest = scores.amax(-1, keepdim=True)  # to find where it is takes a CPU ten times as long
+            # To find where it is, too, takes a CPU ten times as long.
+            highest = scores.amax(-1, keepdim=True)
             tokens = torch.empty_like(row_of)
         else:
             highest, best = scores.max(-1, keepdim=True)
