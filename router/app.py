@@ -6,7 +6,7 @@ the tokenizer and closes them after it.
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
@@ -40,6 +40,7 @@ from router.openai.requests import ChatCompletionRequest
 from router.openai.responses.requests import ResponsesRequest
 from router.openai.responses.writer import ResponseWriter
 from router.openai.tokenization import Tokenization
+from router.parsing.output_format import OutputFormat, detect_format
 from router.ports import Generator, RouterStatus
 from router.routing.explanation import DecisionLog
 from router.slo import SloClasses
@@ -106,6 +107,12 @@ def create_app(
         settings.router.max_body_bytes, timeout_s=settings.router.http_body_timeout_s
     )
     catalog = ModelCatalog(settings.model_names, generator)
+    output_format = detect_format(
+        tokenizer.chat_template,
+        tokenizer.backend.token_to_id,
+        tool_call_parser=settings.router.tool_call_parser,
+        reasoning_parser=settings.router.reasoning_parser,
+    )
     planner = RequestPlanner(
         catalog,
         generator,
@@ -113,16 +120,21 @@ def create_app(
         metrics,
         settings.defaults,
         grammars,
+        output_format,
         timeout_s=settings.router.request_timeout_s,
     )
     prompts = PromptEncoder(tokenizer, tenancy.guards)
     tracer = tracer or NotTraced()
-    responder = Responder(generator, tokenizer, metrics, clock, tenancy.guards, decisions, tracer)
+    responder = Responder(
+        generator, tokenizer, metrics, clock, tenancy.guards, decisions, tracer, output_format
+    )
+    # Guardrails may change the text, so that places in it mean nothing any more: behind them marks are looked for.
+    shown_format = replace(output_format, marker_ids={}) if tenancy.guards.active else output_format
     completions = Completions(
         bodies, planner, prompts, responder, tokenizer.pieces, tokenizer, tenancy.guards
     )
     app = _new_app(settings, tenancy, metrics)
-    _add_conversations(app, tokenizer.pieces, bodies, planner, prompts, responder)
+    _add_conversations(app, tokenizer.pieces, shown_format, bodies, planner, prompts, responder)
     _add_generating(app, "/v1/completions", completions, openapi.COMPLETION)
     _add_models(app, Models(catalog, created_s=int(time.time()), revision=settings.revision))
     _add_counting(
@@ -170,6 +182,7 @@ def _new_app(settings: AppSettings, tenancy: Tenancy, metrics: RouterMetrics) ->
 def _add_conversations(
     app: FastAPI,
     pieces: PieceTable,
+    output_format: OutputFormat,
     bodies: BodyReader,
     planner: RequestPlanner,
     prompts: PromptEncoder,
@@ -179,7 +192,7 @@ def _add_conversations(
     chat = ConversationEndpoint(
         ChatCompletionRequest,
         ChatCompletionRequest.as_conversation,
-        partial(ChatWriter, pieces=pieces),
+        partial(ChatWriter, pieces=pieces, output_format=output_format),
         "chatcmpl",
         bodies=bodies,
         planner=planner,

@@ -174,6 +174,9 @@ class RouterConfig:
         chat_template: File of the template that conversations are written by, or the template itself; empty for the model's own.
         chat_template_content_format: What the template is given as the content of a message: `string` for its text, `openai`
             for a list of one part with that text, `auto` for what the template asks for.
+        tool_call_parser: How the model writes calls of tools, by vLLM's name for it; `auto` for what its chat template writes, `none` to refuse
+            tools.
+        reasoning_parser: The same of its reasoning; with `none` reasoning is part of the answer.
         root_path: The path under which a proxy shows this server, such as `/llm`; whether the proxy takes it off makes no
             difference.
         max_body_bytes: Larger bodies get 413. Those of more than 32 KiB are parsed in pieces, one body at a time.
@@ -209,6 +212,8 @@ class RouterConfig:
     local_prefill_stall_s: float = 0.05
     chat_template: str = ""
     chat_template_content_format: str = "auto"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     root_path: str = ""
     max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float = 600.0

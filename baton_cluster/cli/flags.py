@@ -84,6 +84,18 @@ FLAGS: tuple[Flag, ...] = (
         metavar="NAME",
     ),
     _flag(
+        "--tool-call-parser",
+        path="router.tool_call_parser",
+        help="how the model writes calls of tools, such as hermes; auto for what its chat template writes",
+        metavar="NAME",
+    ),
+    _flag(
+        "--reasoning-parser",
+        path="router.reasoning_parser",
+        help="how the model sets its reasoning apart, such as qwen3; auto for what its chat template knows",
+        metavar="NAME",
+    ),
+    _flag(
         "--root-path",
         path="router.root_path",
         help="path under which a proxy shows the server, such as /llm",

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self
 
 from llguidance import LLMatcher, StructTag
@@ -14,6 +14,7 @@ from pydantic_core import from_json
 from baton.errors import InvalidRequestError
 from router.generation.json_schema import spelt_out
 from router.http.fields import BodyObject, JsonObject, only, refusal, unsupported
+from router.parsing.output_format import ToolSchema
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between the parts of JSON, at most: a model that does nothing but break lines comes to an end of them."""
@@ -26,7 +27,7 @@ MAX_CHOICES = 1024
 MAX_GBNF_CHARACTERS = 8192
 """It is translated in Python, in time that grows with the square: 8 Ki characters take a tenth of a second."""
 
-Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "calls", "text"]
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)
 ]
@@ -105,19 +106,40 @@ class StructuredOutputs(BodyObject):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallableTools:
+    """Tools that an answer may call.
+
+    Attributes:
+        tools: Those; of a named one, it alone.
+        required: It has to call one.
+        parallel: It may call several at once.
+    """
+
+    tools: tuple[ToolSchema, ...]
+    required: bool
+    parallel: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
     """The form of an answer.
 
     Attributes:
         kind: What `value` is.
         value: A JSON schema, or its text; a regular expression; a list of texts; a grammar in Lark's or GBNF's notation; a
-            `StructuralTag`, or its text.
+            `StructuralTag`, or its text; of calls, the schemas of the tools by their names; nothing of plain text.
         param: The field of the request that asks for it.
+        calls: Of calls, their rules in Lark's notation, which begin at `calls`; with `CALL_SCHEMA` in the place of each schema.
+        reasoning: Rules of what comes before the answer, which begin at `reasoning`; empty where nothing does.
+        must_reason: Whether it has to come.
     """
 
     kind: Kind
     value: object
     param: str
+    calls: str = ""
+    reasoning: str = ""
+    must_reason: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +157,20 @@ class Grammar:
     param: str
 
 
+CALL_SCHEMA = "{arguments}"
+"""Stands in the rules of calls where a tool's schema goes, of one tool after the other."""
+
+
 def grammar_of(form: AnswerForm, special_tokens: Iterable[str]) -> Grammar:
+    """The grammar of a form, with the reasoning before it; not checked yet.
+
+    Args and Raises: see `_grammar_of_answer`.
+    """
+    grammar = _grammar_of_answer(form, special_tokens)
+    return _behind_reasoning(form, grammar) if form.reasoning else grammar
+
+
+def _grammar_of_answer(form: AnswerForm, special_tokens: Iterable[str]) -> Grammar:
     """The grammar of a form; not checked yet.
 
     Args:
@@ -163,6 +198,37 @@ def grammar_of(form: AnswerForm, special_tokens: Iterable[str]) -> Grammar:
             return _lark_grammar(_lark(str(value), param), param)
         case "structural_tag":
             return _tag_grammar(_as_tag(value, param), param, set(special_tokens))
+        case "calls":
+            assert isinstance(value, dict)
+            text = LLMatcher.grammar_from_lark(f"start: calls\n{_with_schemas(form.calls, value)}")
+            schemas = tuple(
+                (f"{param}.{name}.parameters", schema) for name, schema in value.items()
+            )
+            return Grammar(text=text, schemas=schemas, param=param)
+        case "text":
+            return Grammar(
+                text=LLMatcher.grammar_from_lark(f"start: {value}"), schemas=(), param=param
+            )
+
+
+def _behind_reasoning(form: AnswerForm, grammar: Grammar) -> Grammar:
+    """The grammar of an answer with what comes before it: each a grammar of its own within one."""
+    text = grammar.text
+    inner = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+    first, *others = inner
+    begin = "reasoning" if form.must_reason else "reasoning?"
+    whole = {"lark_grammar": f"start: {begin} @answer\n{form.reasoning}"}
+    return replace(
+        grammar, text=json.dumps({"grammars": [whole, {**first, "name": "answer"}, *others]})
+    )
+
+
+def _with_schemas(rules: str, schemas: JsonObject) -> str:
+    """The rules of calls with the schemas of their arguments in place."""
+    for schema in schemas.values():
+        assert isinstance(schema, dict)
+        rules = rules.replace(CALL_SCHEMA, json.dumps(_with_options(schema)), 1)
+    return rules
 
 
 def _from_json(text: str, param: str) -> JsonValue:

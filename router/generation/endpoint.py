@@ -57,8 +57,12 @@ class ConversationEndpoint(Generic[_Body]):
         body = await self._bodies.read(request, self._schema)
         context = await self._planner.accept(request, body, self._id_prefix)
         prompt = await self._prompts.of_conversation(self._conversation_of(body), context)
+        if body.tells_reasoning:
+            end = await self._prompts.end_of(prompt)
+            context = await self._planner.behind_prompt(context, body, end)
         bad_words = await self._prompts.of_bad_words(body.bad_words or ())
-        (run,) = self._responder.runs(body, self._planner.plan(context, body, [prompt], bad_words))
+        planned = self._planner.plan(context, body, [prompt], bad_words)
+        (run,) = self._responder.runs(body, planned, in_reasoning=context.in_reasoning)
         writer = self._writer_of(context, body, run)
         return await self._responder.respond(
             request, context.account, [run], writer, stream=body.stream

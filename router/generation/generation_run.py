@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cache
 from struct import Struct
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -67,9 +67,19 @@ def _columns(count: int) -> Struct:
     return Struct(f"<{count}I{count}d")
 
 
+class Mark(NamedTuple):
+    """A token that means something itself, and where in its choice's text it is spelt out."""
+
+    begin: int
+    end: int
+    token: int
+
+
 @dataclass(slots=True, eq=False)
 class Delta:
-    """What one choice gained. `finish` is set on its last one, and `stop` if that was for a stop string."""
+    """What one choice gained. `finish` is set on its last one, and `stop` if that was for a stop string. `marks` are those that were drawn
+    since the last one; their text may be still to come.
+    """
 
     index: int
     text: str
@@ -77,13 +87,34 @@ class Delta:
     logged: list[LoggedToken] = field(default_factory=list)
     finish: FinishReason | None = None
     stop: str | None = None
+    marks: list[Mark] = field(default_factory=list)
 
     def extend(self, later: "Delta") -> None:
         """Takes what the same choice gained after it."""
         self.text += later.text
         self.tokens += later.tokens
         self.logged += later.logged
+        self.marks += later.marks
         self.finish, self.stop = later.finish, later.stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedTokens:
+    """Which tokens of an output mean something themselves.
+
+    Attributes:
+        texts: How each is spelt.
+        reasoning: Those before and behind reasoning; empty where it is not told apart by tokens.
+        in_reasoning: Whether the output begins within reasoning.
+    """
+
+    texts: Mapping[int, str] = field(default_factory=dict)
+    reasoning: tuple[int, ...] = ()
+    in_reasoning: bool = False
+
+
+UNMARKED = MarkedTokens()
+"""None of them."""
 
 
 class Choice:
@@ -95,16 +126,27 @@ class Choice:
         body: What its client asked for: stop strings, and whether what ended the sample is shown. Where it asks for no token
             at all, the first one that is drawn ends the sample and is not shown.
         stops: The request's stop strings, if it has any.
+        reads: Which of its tokens mean something themselves.
 
     Attributes:
         num_tokens: Tokens generated, hidden ones included.
+        num_reasoning_tokens: Those of them that the model thought aloud, marks included.
         finish: Why it ended; None while it runs.
     """
 
     def __init__(
-        self, index: int, decoder: TokenDecoder, body: SamplingBody, stops: StopStrings | None
+        self,
+        index: int,
+        decoder: TokenDecoder,
+        body: SamplingBody,
+        stops: StopStrings | None,
+        reads: MarkedTokens = UNMARKED,
     ) -> None:
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self._reads = reads
+        self._in_reasoning = reads.in_reasoning
+        self._marks: list[Mark] = []
         self.finish: FinishReason | None = None
         self._index = index
         self._decoder = decoder
@@ -136,7 +178,11 @@ class Choice:
         if sample.logprobs is not None:
             logged = LoggedToken.of(sample.token, sample.logprobs, self._decoded_length)
             self._logged.append(logged)
-        if sample.finish is not FinishReason.STOP or self._shows_stop:
+        if self._reads.reasoning:
+            self._count_reasoning(sample.token)
+        if (mark := self._reads.texts.get(sample.token)) is not None:
+            self._show_mark(sample.token, mark)
+        elif sample.finish is not FinishReason.STOP or self._shows_stop:
             self._show(self._decoder.push(sample.token))
         if sample.finish is not None:
             self._show(self._decoder.finish())
@@ -153,14 +199,37 @@ class Choice:
         if self.finish is None and (not self._text or self.num_tokens < self._next_shown):
             return None
         self._next_shown = self.num_tokens + self._interval
-        delta = Delta(self._index, self._text, self._tokens, self._logged, self.finish, self._stop)
+        delta = Delta(
+            self._index,
+            self._text,
+            self._tokens,
+            self._logged,
+            self.finish,
+            self._stop,
+            self._marks,
+        )
         self._text, self._tokens, self._logged = "", [], []
+        if self._reads.texts:
+            self._marks = []  # unmarked, all deltas share the empty one
         return delta
 
     @property
     def _stop(self) -> str | None:
         """The stop string that ended it."""
         return None if self._stops is None else self._stops.matched
+
+    def _count_reasoning(self, token: int) -> None:
+        begin, end = self._reads.reasoning
+        self._in_reasoning = self._in_reasoning or token == begin
+        self.num_reasoning_tokens += self._in_reasoning
+        self._in_reasoning = self._in_reasoning and token != end
+
+    def _show_mark(self, token: int, text: str) -> None:
+        """Spelt out, for stop strings and guardrails, and remembered."""
+        self._show(self._decoder.finish())
+        begin = self._decoded_length
+        self._marks.append(Mark(begin=begin, end=begin + len(text), token=token))
+        self._show(text)
 
     def _show(self, text: str) -> None:
         self._decoded_length += len(text)
@@ -232,6 +301,11 @@ class GenerationRun:
     def output_tokens(self) -> int:
         """Tokens of all its choices so far."""
         return sum(choice.num_tokens for choice in self._choices.values())
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Those of them that were reasoning."""
+        return sum(choice.num_reasoning_tokens for choice in self._choices.values())
 
     @property
     def reused_tokens(self) -> int:

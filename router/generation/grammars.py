@@ -200,7 +200,8 @@ class GrammarChecker:
 
 def _digest(form: AnswerForm) -> bytes:
     value = form.value.model_dump() if isinstance(form.value, StructuralTag) else form.value
-    return blake2b(json.dumps([form.kind, value]).encode(), digest_size=16).digest()
+    around = (form.calls, form.reasoning, form.must_reason)
+    return blake2b(json.dumps([form.kind, value, *around]).encode(), digest_size=16).digest()
 
 
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")

@@ -1,10 +1,11 @@
 """Where requests and replies meet the operator's guardrails, and where what is shown is kept for the audit."""
 
+import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from baton.errors import InvariantError
+from baton.errors import ContentRefusedError, InvariantError
 from router.generation.generation_run import Delta
 from router.guardrails.chain import GuardChain, OutputChain
 from router.guardrails.ports import GuardedText, GuardrailInput
@@ -36,8 +37,26 @@ async def checked_messages(
     if not guards.active:
         return list(messages)
     texts = [GuardedText(role=m["role"], text=m["content"]) for m in messages]
-    passed = await _checked(texts, guards, account, param)
-    return [{**message, "content": text} for message, text in zip(messages, passed, strict=True)]
+    hidden = [
+        GuardedText(role=m["role"], text=text)
+        for m in messages
+        for name in ("tool_calls", "reasoning_content")
+        if (text := _written(m.get(name)))
+    ]
+    passed = await _checked([*hidden, *texts], guards, account, param)
+    if passed[: len(hidden)] != [text.text for text in hidden]:
+        raise ContentRefusedError(
+            "A call or reasoning in the conversation is not allowed.", param=param
+        )
+    contents = passed[len(hidden) :]
+    return [{**message, "content": text} for message, text in zip(messages, contents, strict=True)]
+
+
+def _written(value: object) -> str:
+    """What a message has besides its content, as a text."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, ensure_ascii=False)
 
 
 async def checked_prompts(

@@ -1,5 +1,6 @@
 """What the served model can take: how long a prompt may be, and which token ids there are."""
 
+import json
 from collections.abc import Iterable
 
 from baton.errors import InvalidRequestError, PromptTooLongError
@@ -29,8 +30,13 @@ def check_messages(
     Raises:
         PromptTooLongError: It does not fit.
     """
-    length = sum(len(value) for message in messages for value in message.values())
+    length = sum(_length(value) for message in messages for value in message.values())
     _check(length, model, tokenizer, param)
+
+
+def _length(value: object) -> int:
+    """Characters of what a template is given, about."""
+    return len(value) if isinstance(value, str) else len(json.dumps(value))
 
 
 def _check(length: int, model: ServedModel, tokenizer: Tokenizer, param: str) -> None:

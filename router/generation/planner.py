@@ -6,21 +6,23 @@ Every endpoint that generates accepts a request (`RequestPlanner.accept`), makes
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
-from baton.errors import InvalidRequestError
+from baton.errors import InvalidRequestError, UnsupportedParameterError
 from baton.generation import Prompt
 from baton.hashing import narrow_scope
 from baton.ids import RequestId, new_request_id
 from baton.tokens import PackedTokens
+from router.generation.answer_form import CALL_SCHEMA, AnswerForm, CallableTools
 from router.generation.grammars import GrammarChecker
 from router.generation.model_catalog import ModelCatalog
 from router.generation.model_limits import check_vocabulary
 from router.generation.sampling import SamplingBody, SamplingDefaults, sampling_params
 from router.http.account import RequestAccount, account_of
 from router.http.fields import MAX_PROMPT_LOGPROBS
+from router.parsing.output_format import OutputFormat
 from router.ports import GenerationRequest, Generator, ServedModel
 from router.slo import Slo, SloClasses
 from router.telemetry.metrics import RouterMetrics
@@ -40,6 +42,7 @@ class RequestContext:
         slo: The class that it is served in.
         model: What the workers hold.
         grammar: What the answer must follow; empty for anything.
+        in_reasoning: Whether the prompt ends within the model's reasoning.
     """
 
     account: RequestAccount
@@ -48,6 +51,7 @@ class RequestContext:
     slo: Slo
     model: ServedModel
     grammar: str = ""
+    in_reasoning: bool = False
 
 
 class RequestPlanner:
@@ -60,6 +64,7 @@ class RequestPlanner:
         metrics: Counts refusals.
         defaults: How tokens are drawn where a request says nothing.
         grammars: Checks the forms of answers.
+        output_format: How the model writes calls and reasoning.
         timeout_s: Deadline of a request.
     """
 
@@ -71,6 +76,7 @@ class RequestPlanner:
         metrics: RouterMetrics,
         defaults: SamplingDefaults,
         grammars: GrammarChecker,
+        output_format: OutputFormat,
         *,
         timeout_s: float,
     ) -> None:
@@ -80,6 +86,7 @@ class RequestPlanner:
         self._metrics = metrics
         self._defaults = defaults
         self._grammars = grammars
+        self._output_format = output_format
         self._timeout_s = timeout_s
 
     async def accept(self, request: Request, body: SamplingBody, id_prefix: str) -> RequestContext:
@@ -98,6 +105,8 @@ class RequestPlanner:
         slo = self._slo_classes.chosen(
             account.tenant.slo_class, service_tier=body.service_tier, priority=body.priority or 0
         )
+        _check_tools(body.callable_tools, self._output_format)
+        _check_budget(body, self._output_format)
         with self._metrics.counting_refusals(account.tenant.tenant_class):
             wanted = body.default_tokens if body.asked_tokens is None else body.asked_tokens
             account.require_tokens(_prompt_tokens(request), wanted)
@@ -111,6 +120,25 @@ class RequestPlanner:
             model=await self._catalog.require_model(),
             grammar=grammar,
         )
+
+    async def behind_prompt(
+        self, context: RequestContext, body: SamplingBody, prompt_end: str
+    ) -> RequestContext:
+        """The context once it is known how the prompt ends: a model that begins within its reasoning is held to its form after that, and
+        to the number of tokens that it may think; and to calls that are required.
+
+        Raises:
+            InvalidRequestError: No answer can have the form that is asked for.
+            OverloadedError: Too many forms of this tenant are being checked.
+            RateLimitedError: Checking this tenant's has taken too long of late.
+        """
+        in_reasoning = body.tells_reasoning and self._output_format.opens_reasoning(prompt_end)
+        form = _form_behind(body, self._output_format, in_reasoning=in_reasoning)
+        if form is None:
+            return replace(context, in_reasoning=in_reasoning)
+        with self._metrics.counting_refusals(context.account.tenant.tenant_class):
+            grammar = await self._grammars.text_of(form, context.account.tenant.tenant_id)
+        return replace(context, in_reasoning=in_reasoning, grammar=grammar)
 
     def plan(
         self,
@@ -175,6 +203,67 @@ class RequestPlanner:
             cache_scope=narrow_scope(tenant.cache_scope, body.cache_salt),
             tenant=tenant.tenant_id,
         )
+
+
+def _check_tools(tools: CallableTools | None, output_format: OutputFormat) -> None:
+    """Refuses tools that the model cannot call.
+
+    Raises:
+        UnsupportedParameterError: Its calls are not known, or it cannot be held to one.
+    """
+    if tools is None:
+        return
+    if output_format.tools is None:
+        raise UnsupportedParameterError(
+            "tools: this model's chat template writes no calls that this server knows (router.tool_call_parser).",
+            param="tools",
+        )
+    if tools.required and not output_format.can_require:
+        raise UnsupportedParameterError(
+            f"tool_choice: calls as {output_format.tools.name} writes them cannot be required.",
+            param="tool_choice",
+        )
+
+
+def _check_budget(body: SamplingBody, output_format: OutputFormat) -> None:
+    """Refuses a number of thinking tokens where thinking is not told apart.
+
+    Raises:
+        UnsupportedParameterError: It is not.
+    """
+    if body.most_thinking_tokens is not None and output_format.reasoning is None:
+        raise UnsupportedParameterError(
+            f"{body.thinking_field}: this model's reasoning is not told apart (router.reasoning_parser).",
+            param=body.thinking_field,
+        )
+
+
+def _form_behind(
+    body: SamplingBody, output_format: OutputFormat, *, in_reasoning: bool
+) -> AnswerForm | None:
+    """The form of an answer that depends on how its prompt ends; None where none does."""
+    tools, most = body.callable_tools, body.most_thinking_tokens
+    form = body.answer_form
+    if tools is not None and tools.required:
+        form = AnswerForm(
+            kind="calls",
+            value={tool.name: tool.parameters for tool in tools.tools},
+            param="tools",
+            calls=output_format.calls_lark(
+                tools.tools, parallel=tools.parallel, schema=CALL_SCHEMA
+            ),
+        )
+    elif form is None and most is not None:
+        form = AnswerForm(kind="text", value=output_format.any_lark(), param=body.thinking_field)
+    elif form is None or not body.tells_reasoning:
+        return None
+    if output_format.reasoning is None:
+        return form if form.kind == "calls" else None
+    return replace(
+        form,
+        reasoning=output_format.reasoning_lark(most, in_reasoning=in_reasoning),
+        must_reason=in_reasoning,
+    )
 
 
 def _prompt_tokens(request: Request) -> int:

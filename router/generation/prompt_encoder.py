@@ -14,6 +14,9 @@ from router.ports import ServedModel
 from router.templates.renderer import Conversation
 from router.text.tokenizer import Tokenizer
 
+_END_TOKENS = 8
+"""Enough for a mark that is spelt in several, and the blanks behind it."""
+
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
@@ -111,6 +114,10 @@ class PromptEncoder:
         prefix, suffix_mark, middle = (PackedTokens.of((mark,)) for mark in marks)
         parts = (begin, prefix, before_ids, suffix_mark, after_ids, middle)
         return PackedTokens(b"".join(part.packed for part in parts))
+
+    async def end_of(self, prompt: PackedTokens) -> str:
+        """The text of a prompt's last tokens, marks included."""
+        return await self._tokenizer.decode(prompt[-_END_TOKENS:])
 
     async def of_bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Those that an answer must not hold: of each word at the beginning of a text, and of the word behind a space.

@@ -14,7 +14,15 @@ from baton.clock import Clock
 from baton.errors import BatonError
 from baton.telemetry.span_names import operation_of
 from baton.telemetry.tracing import Tracer
-from router.generation.generation_run import Choice, Delta, GenerationRun, keep, merged
+from router.generation.generation_run import (
+    UNMARKED,
+    Choice,
+    Delta,
+    GenerationRun,
+    MarkedTokens,
+    keep,
+    merged,
+)
 from router.generation.guardrails import checked_deltas
 from router.generation.sampling import SamplingBody
 from router.guardrails.chain import GuardChain
@@ -26,6 +34,7 @@ from router.http.streaming import (
     portions,
     while_connected,
 )
+from router.parsing.output_format import OutputFormat
 from router.ports import GenerationRequest, Generator, Timing
 from router.routing.explanation import DecisionLog
 from router.telemetry.explain import EXPLAIN_HEADER, EXPLANATION_HEADER, explanations_json
@@ -82,6 +91,7 @@ class Responder:
         guards: The operator's checks of what is answered.
         decisions: What routing remembers of the last requests, shown to admins.
         tracer: Takes the spans of requests.
+        output_format: How the model writes calls and reasoning.
     """
 
     def __init__(
@@ -93,7 +103,9 @@ class Responder:
         guards: GuardChain,
         decisions: DecisionLog,
         tracer: Tracer,
+        output_format: OutputFormat,
     ) -> None:
+        self._output_format = output_format
         self._generator = generator
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -103,16 +115,21 @@ class Responder:
         self._tracer = tracer
 
     def runs(
-        self, body: SamplingBody, requests: Sequence[GenerationRequest]
+        self,
+        body: SamplingBody,
+        requests: Sequence[GenerationRequest],
+        *,
+        in_reasoning: bool = False,
     ) -> list[GenerationRun]:
         """A run for each of a request's generation requests, with the choices numbered as OpenAI does: all of the first
-        prompt, then the next. Nothing runs yet.
+        prompt, then the next. Nothing runs yet. `in_reasoning` says that the prompt ends within reasoning.
         """
         stops = StopStrings(body.stops) if body.stops else None
+        reads = self._reads(body, in_reasoning=in_reasoning)
         return [
             GenerationRun(
                 request,
-                self._choices(body, stops, request, number),
+                self._choices(body, stops, request, number, reads),
                 self._generator,
                 self._metrics,
                 self._clock,
@@ -126,6 +143,7 @@ class Responder:
         stops: StopStrings | None,
         request: GenerationRequest,
         number: int,
+        reads: MarkedTokens,
     ) -> dict[int, Choice]:
         samples = request.prompt.samples
         skip_special = body.skip_special_tokens is not False
@@ -135,9 +153,23 @@ class Responder:
                 self._tokenizer.decoder(skip_special=skip_special),
                 body,
                 stops,
+                reads,
             )
             for place, sample in enumerate(samples)
         }
+
+    def _reads(self, body: SamplingBody, *, in_reasoning: bool) -> MarkedTokens:
+        """Marks are read where replies tell them apart. Guardrails change texts, so behind them marks are looked for in the text."""
+        found = self._output_format
+        if not body.tells_reasoning:
+            return UNMARKED
+        family = found.reasoning
+        ids = [found.marker_ids.get(m) for m in (family.begin, family.end)] if family else []
+        return MarkedTokens(
+            texts={token: mark for mark, token in found.marker_ids.items()},
+            reasoning=tuple(i for i in ids if i is not None) if None not in ids else (),
+            in_reasoning=in_reasoning,
+        )
 
     async def respond(
         self,
@@ -250,7 +282,7 @@ def _cut(delta: Delta) -> Iterator[Delta]:
         end = begin + _LOGGED_AT_ONCE
         if end > last:
             rest = delta.tokens[begin:], delta.logged[begin:]
-            yield Delta(delta.index, text, *rest, delta.finish, delta.stop)
+            yield Delta(delta.index, text, *rest, delta.finish, delta.stop, delta.marks)
         else:
             yield Delta(delta.index, text, delta.tokens[begin:end], delta.logged[begin:end])
         text = ""

@@ -14,7 +14,12 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
 from baton.generation import SamplingParams
 from baton.tokens import PackedTokens
-from router.generation.answer_form import AnswerForm, Choices, StructuredOutputs
+from router.generation.answer_form import (
+    AnswerForm,
+    CallableTools,
+    Choices,
+    StructuredOutputs,
+)
 from router.generation.model_limits import check_vocabulary
 from router.http.fields import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -97,6 +102,26 @@ class SamplingBody(Body):
             if value is not None:
                 forms.append(AnswerForm(kind=kind, value=value, param=f"guided_{kind}"))
         return forms
+
+    @property
+    def callable_tools(self) -> CallableTools | None:
+        """Tools that the answer may call; None where it may call none."""
+        return None
+
+    @property
+    def most_thinking_tokens(self) -> int | None:
+        """How many tokens the model may think at most, if that is said."""
+        return None
+
+    @property
+    def thinking_field(self) -> str:
+        """The field that says it."""
+        return "max_thinking_tokens"
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Whether replies tell reasoning apart from the answer."""
+        return False
 
     @property
     def prompt_field(self) -> str:

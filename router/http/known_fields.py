@@ -79,8 +79,9 @@ def _idle(obeyed: Collection[Api] = frozenset()) -> KnownField:
 
 _FORMS = "schemas with keywords that no answer can be held to; tags by `format`"
 _SCHEMAS = "schemas with keywords that no answer can be held to"
-_TOOLS = "tools that may be called: only with `tool_choice` none"
-_CALLS = "choices other than none and auto"
+_TOOLS = "tools that may be called: in chats, of models whose calls are known (docs/guides/tools-and-reasoning.md)"
+_CALLS = "choices other than none and auto: in chats, of such models"
+_FUNCTIONS = "functions that may be called: send them as `tools`"
 
 FIELDS: Mapping[str, KnownField] = {
     "model": KnownField(obeyed=EVERYWHERE),
@@ -143,7 +144,7 @@ FIELDS: Mapping[str, KnownField] = {
     "continue_final_message": _about_prompt(CHAT | TOKENIZE, False),
     "echo": _about_output(CHAT | COMPLETIONS, False),
     "function_call": _about_output(CHAT, "none", "auto", limits=_CALLS),
-    "functions": _about_prompt(CHAT, [], limits=_TOOLS),
+    "functions": _about_prompt(CHAT, [], limits=_FUNCTIONS),
     "input": _about_prompt(RESPONSES),
     "instructions": _about_prompt(RESPONSES, ""),
     "messages": _about_prompt(CHAT | MESSAGES | COUNT_TOKENS | TOKENIZE),
@@ -172,7 +173,7 @@ FIELDS: Mapping[str, KnownField] = {
     "moderation": KnownField(
         idle=CHAT | RESPONSES | COUNTING, refusal="This server does not moderate."
     ),
-    "parallel_tool_calls": _idle(RESPONSES),
+    "parallel_tool_calls": _idle(CHAT | RESPONSES),
     "prediction": _idle(),
     "prompt_cache_key": _idle(),
     "prompt_cache_options": _idle(),
@@ -199,7 +200,8 @@ FIELDS: Mapping[str, KnownField] = {
     "enable_response_messages": _refused("Token ids are answered by other endpoints.", False),
     "fallbacks": _refused("One model is served.", []),
     "guided_decoding_backend": _refused("Grammars are enforced by llguidance alone.", "auto", "guidance"),
-    "include_reasoning": _refused("Reasoning is not told apart from the answer.", True),
+    "include_reasoning": KnownField(obeyed=CHAT, refusal="Reasoning is told apart in chats.", nothing=(True,)),
+    "max_thinking_tokens": KnownField(obeyed=CHAT, refusal="Reasoning is told apart in chats.", limits="models whose reasoning is not known"),
     "inference_geo": _refused("The workers are where they are.", "global"),
     "kv_transfer_params": _refused("Workers find each other, and hand KV over, by themselves.", {}),
     "length_penalty": _refused("Beam search is not served.", 1),
@@ -217,7 +219,7 @@ FIELDS: Mapping[str, KnownField] = {
     "routed_experts_prompt_start": _refused("Which experts computed a token is not told.", 0),
     "spaces_between_special_tokens": _refused("No spaces are put between special tokens.", True),
     "speed": _refused("There is one speed.", "standard"),
-    "thinking_token_budget": _refused("Reasoning is not told apart from the answer."),
+    "thinking_token_budget": KnownField(obeyed=CHAT, refusal="Reasoning is told apart in chats.", limits="models whose reasoning is not known"),
     "use_beam_search": _refused("Beam search is not served.", False),
     "vllm_xargs": _refused("There are no extensions of vLLM's here.", {}),
     "watermarking": _refused("Outputs are not watermarked.", False),

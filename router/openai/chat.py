@@ -1,11 +1,15 @@
 """The replies of POST /v1/chat/completions: the assistant's next message, whole or in chunks."""
 
+import asyncio
+import secrets
 from collections.abc import Sequence
 
 import msgspec
 
 from baton.errors import BatonError, InvalidRequestError
+from baton.generation import FinishReason
 from router.generation.generation_run import Delta, GenerationRun, take_logged, token_ids
+from router.generation.parsed_choice import ParsedChoice
 from router.generation.planner import RequestContext
 from router.http.fields import MAX_REPEATED
 from router.http.streaming import CUT, Filling, fault_event, json_array
@@ -19,11 +23,23 @@ from router.openai.chunks import (
 from router.openai.logprobs import chat_entries, chat_logprobs, prompt_scores
 from router.openai.replies import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatCompletion,
+    FinishWord,
+    MessageToolCall,
     usage_of,
 )
 from router.openai.requests import ChatCompletionRequest
+from router.parsing.events import (
+    ContentText,
+    ParsedEvent,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegun,
+    ToolCallEnded,
+)
+from router.parsing.output_format import OutputFormat
 from router.ports import Timing
 from router.text.token_bytes import PieceTable
 
@@ -42,7 +58,11 @@ class ChatWriter:
         body: ChatCompletionRequest,
         run: GenerationRun,
         pieces: PieceTable,
+        output_format: OutputFormat,
     ) -> None:
+        self._output_format = output_format
+        self._parsed: dict[int, ParsedChoice] = {}
+        self._calls: dict[tuple[int, int], str] = {}
         self._context = context
         self._body = body
         self._run = run
@@ -51,7 +71,9 @@ class ChatWriter:
         self._names_by_id = bool(body.return_tokens_as_token_ids)
         self._echo = echoed_text(body, context)
         self._chunks = Chunks("chat.completion.chunk", context, body, [run])
-        more_than_text = body.logprobs or self._with_tokens or body.usage_in_chunks
+        self._tools = body.callable_tools
+        self._parses = self._tools is not None or output_format.reasoning is not None
+        more_than_text = body.logprobs or self._with_tokens or body.usage_in_chunks or self._parses
         self._text_event = None if more_than_text else TextEvents(self._event_around_text)
 
     def opening(self) -> bytes:
@@ -69,6 +91,8 @@ class ChatWriter:
         """A chunk with the text, if there is some, and a chunk with the end, if it is there."""
         if self._text_event is not None and delta.finish is None:  # nearly always
             return self._text_event(delta)
+        if self._parses:
+            return self._parsed_piece(delta)
         written = b""
         with_tokens = self._with_tokens and bool(delta.tokens)
         if delta.text or delta.logged or with_tokens:
@@ -79,6 +103,74 @@ class ChatWriter:
             reason = msgspec.json.encode(delta.finish.value)
             written += self._event(delta.index, b"{}", b"null", reason)
         return written
+
+    def _parsed_piece(self, delta: Delta) -> bytes:
+        """A chunk for each thing that the text says, and one with the end; the first has the log-probabilities and ids of the tokens."""
+        said = [
+            json for event in self._events(delta) if (json := self._event_json(delta.index, event))
+        ]
+        logprobs = self._logprobs_json(delta) if delta.logged else b"null"
+        with_tokens = self._with_tokens and bool(delta.tokens)
+        if not said and (delta.logged or with_tokens):
+            said.append(b"{}")
+        written = b""
+        for place, content in enumerate(said):
+            ids = token_ids_field(delta) if with_tokens and not place else b""
+            written += self._event(
+                delta.index, content, b"null" if place else logprobs, b"null" + ids
+            )
+        if delta.finish is not None:
+            reason = msgspec.json.encode(self._finish_word(delta))
+            written += self._event(delta.index, b"{}", b"null", reason)
+        return written
+
+    def _events(self, delta: Delta) -> list[ParsedEvent]:
+        """What a delta says, without what its client does not want to be told."""
+        parsed = self._parsed.get(delta.index)
+        if parsed is None:
+            tools = None if self._tools is None else self._tools.tools
+            parser = self._output_format.parser(tools, in_reasoning=self._context.in_reasoning)
+            parsed = self._parsed[delta.index] = ParsedChoice(parser)
+        return [event for event in parsed.push(delta) if self._is_told(event)]
+
+    def _is_told(self, event: ParsedEvent) -> bool:
+        match event:
+            case ReasoningText():
+                return self._body.include_reasoning is not False
+            case ToolCallBegun() | ToolCallArguments() | ToolCallEnded():
+                return event.index == 0 or (self._tools is not None and self._tools.parallel)
+        return True
+
+    def _event_json(self, index: int, event: ParsedEvent) -> bytes:
+        """The `delta` of a chunk; empty for what has none."""
+        match event:
+            case ContentText():
+                return b'{"content":%b}' % msgspec.json.encode(event.text)
+            case ReasoningText():
+                text = msgspec.json.encode(event.text)
+                return b'{"reasoning":%b,"reasoning_content":%b}' % (text, text)
+            case ToolCallBegun():
+                call_id = self._call_id(index, event.index)
+                begun = {
+                    "index": event.index,
+                    "id": call_id,
+                    "type": "function",
+                    "function": {"name": event.name, "arguments": ""},
+                }
+                return msgspec.json.encode({"tool_calls": [begun]})
+            case ToolCallArguments():
+                more = {"index": event.index, "function": {"arguments": event.text}}
+                return msgspec.json.encode({"tool_calls": [more]})
+        return b""
+
+    def _call_id(self, choice: int, call: int) -> str:
+        return self._calls.setdefault((choice, call), f"call_{secrets.token_hex(12)}")
+
+    def _finish_word(self, delta: Delta) -> FinishWord:
+        """`tool_calls` where the model stopped after it had called something."""
+        assert delta.finish is not None
+        called = (delta.index, 0) in self._calls
+        return "tool_calls" if called and delta.finish is FinishReason.STOP else delta.finish.value
 
     def _event_around_text(self, index: int) -> bytes:
         return self._event(index, b'{"content":%b}' % CUT, b"null", b"null")
@@ -102,7 +194,7 @@ class ChatWriter:
             id=self._context.request_id,
             created=self._context.created,
             model=self._context.account.model,
-            choices=[self._choice(i, deltas) for i, deltas in enumerate(choices)],
+            choices=[await self._choice(i, deltas) for i, deltas in enumerate(choices)],
             usage=usage_of([self._run]),
             service_tier=self._body.served_tier,
             baton=timings[0] if timings else None,
@@ -126,14 +218,48 @@ class ChatWriter:
         tokens = self._run.request.prompt.prompt_tokens
         return await prompt_scores(tokens, scores, count, self._pieces)
 
-    def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
+    async def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
         finish = deltas[-1].finish
         assert finish is not None
+        if self._parses:
+            message = await self._parsed_message(index, deltas)
+        else:
+            message = AssistantMessage(content=self._echo + "".join(d.text for d in deltas))
         return ChatChoice(
             index=index,
-            message=AssistantMessage(content=self._echo + "".join(delta.text for delta in deltas)),
-            finish_reason=finish.value,
+            message=message,
+            finish_reason=self._finish_word(deltas[-1]),
             token_ids=token_ids(deltas) if self._with_tokens else None,
+        )
+
+    async def _parsed_message(self, index: int, deltas: Sequence[Delta]) -> AssistantMessage:
+        """With turns for others between its deltas."""
+        content, reasoning = [self._echo], list[str]()
+        calls: list[MessageToolCall] = []
+        arguments: list[list[str]] = []
+        for delta in deltas:
+            for event in self._events(delta):
+                match event:
+                    case ContentText():
+                        content.append(event.text)
+                    case ReasoningText():
+                        reasoning.append(event.text)
+                    case ToolCallBegun():
+                        function = CalledFunction(name=event.name, arguments="")
+                        call_id = self._call_id(index, event.index)
+                        calls.append(MessageToolCall(id=call_id, function=function))
+                        arguments.append([])
+                    case ToolCallArguments():
+                        arguments[event.index].append(event.text)
+            await asyncio.sleep(0)
+        for call, texts in zip(calls, arguments, strict=True):
+            call.function.arguments = "".join(texts)
+        thought = "".join(reasoning) or None
+        return AssistantMessage(
+            content="".join(content) or (None if calls or thought else ""),
+            reasoning=thought,
+            reasoning_content=thought,
+            tool_calls=calls or None,
         )
 
     async def _logprobs(self, deltas: Sequence[Delta], count: int) -> bytes:
@@ -168,7 +294,7 @@ def echoed_text(body: ChatCompletionRequest, context: RequestContext) -> str:
     if not body.echo or not (continues or last.role == "assistant"):
         return ""
     guarded = context.account.guarded_input
-    text = last.for_template()["content"] if guarded is None else guarded.texts[-1].text
+    text = last.text if guarded is None else guarded.texts[-1].text
     if body.num_samples > 1 and len(text) * body.num_samples > MAX_REPEATED:
         raise InvalidRequestError(
             f"n: the reply would repeat {len(text) * body.num_samples} characters of the last message, at most {MAX_REPEATED}"

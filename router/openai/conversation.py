@@ -3,18 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic_core import PydanticCustomError, from_json
 
 from router.http.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TEMPLATE_KWARGS,
+    MAX_TOOLS,
     REFUSED,
     UNSUPPORTED,
     BodyObject,
     refusal,
 )
+from router.openai.tools import FunctionName
 from router.templates.renderer import Conversation
 
 
@@ -28,6 +30,42 @@ class TextPart(BodyObject):
 Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
+class CalledFunction(BodyObject):
+    """What an earlier answer called. `arguments` is the JSON of an object, as it was answered."""
+
+    name: FunctionName
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_object(cls, arguments: str) -> str:
+        if not isinstance(_parsed(arguments), dict):
+            raise refusal(None, "Not the JSON of an object.")
+        return arguments
+
+
+class ToolCall(BodyObject):
+    """A call in an earlier answer."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, JsonValue]:
+        """Templates write arguments themselves: they are given the object."""
+        function = {"name": self.function.name, "arguments": _parsed(self.function.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def _parsed(arguments: str) -> JsonValue:
+    """The value; a text that is no JSON stays one."""
+    try:
+        found: JsonValue = from_json(arguments or "{}", allow_inf_nan=False)
+    except ValueError:
+        return arguments
+    return found
+
+
 class Message(BaseModel):
     """One message of a conversation."""
 
@@ -37,12 +75,17 @@ class Message(BaseModel):
     content: Content | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
         if self.content is None and self.role != "assistant":
             raise PydanticCustomError(REFUSED, "A message of this role needs content.")
-        for name in ("tool_calls", "function_call", "audio", "refusal"):
+        if self.tool_calls and self.role != "assistant":
+            raise refusal("tool_calls", "Only messages of the assistant have calls.")
+        for name in ("function_call", "audio", "refusal"):
             if (self.model_extra or {}).get(name):
                 raise PydanticCustomError(
                     UNSUPPORTED, "This server does not support {name}.", {"name": name}
@@ -54,13 +97,24 @@ class Message(BaseModel):
         """What it has besides that says something; templates are not given it."""
         return [name for name, value in (self.model_extra or {}).items() if value]
 
-    def for_template(self) -> dict[str, str]:
-        """What the chat template sees; parts of the content are joined."""
+    @property
+    def text(self) -> str:
+        """The content, its parts joined."""
         content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+    def for_template(self) -> dict[str, JsonValue]:
+        """What the chat template sees."""
+        calls: JsonValue = [call.for_template() for call in self.tool_calls or ()]
+        reasoning = self.reasoning_content or self.reasoning
+        optional: dict[str, JsonValue] = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls or None,
+            "reasoning_content": reasoning or None,
+        }
         given = {key: value for key, value in optional.items() if value is not None}
-        return {"role": self.role, "content": text} | given
+        return {"role": self.role, "content": self.text, **given}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -73,15 +127,34 @@ def conversation_of(
     continue_last: bool | None,
     arguments: Mapping[str, JsonValue],
     add_special_tokens: bool,
+    tools: Sequence[Mapping[str, JsonValue]] | None = None,
 ) -> Conversation:
     """The conversation as a body with these fields means it."""
     return Conversation(
         messages=[message.for_template() for message in messages],
         add_generation_prompt=add_generation_prompt is not False,
         continue_last=bool(continue_last),
+        tools=tools,
         arguments=arguments,
         add_special_tokens=add_special_tokens,
     )
+
+
+def check_results(messages: Sequence[Message]) -> None:
+    """Refuses results of calls that nobody made.
+
+    Raises:
+        PydanticCustomError: There is one; says which message.
+    """
+    called: set[str] = set()
+    for place, message in enumerate(messages):
+        called.update(call.id for call in message.tool_calls or ())
+        if message.role == "tool" and called and message.tool_call_id not in called:
+            raise refusal(
+                "messages",
+                f"messages.{place}.tool_call_id: no earlier message has a call"
+                f" {(message.tool_call_id or '')[:100]!r}.",
+            )
 
 
 TemplateArguments = Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_KWARGS)]

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from router.generation.generation_run import GenerationRun
 from router.ports import Timing
 
-FinishWord = Literal["stop", "length", "abort"]
+FinishWord = Literal["stop", "length", "abort", "tool_calls"]
 
 
 def _is_none(value: object) -> bool:
@@ -29,19 +29,29 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """What completion tokens were for."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
-    """Token counts over all prompts and choices of a request."""
+    """Token counts over all prompts and choices of a request. Of completion tokens there is more where some were reasoning."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: Annotated[
+        CompletionTokensDetails | None, Field(exclude_if=_is_none)
+    ] = None
 
 
 def usage_of(runs: Sequence[GenerationRun]) -> Usage:
     """Token counts so far, over all runs of a request."""
     prompt_tokens = sum(len(run.request.prompt.prompt_tokens) for run in runs)
     output_tokens = sum(run.output_tokens for run in runs)
+    reasoning = sum(run.reasoning_tokens for run in runs)
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=output_tokens,
@@ -49,6 +59,9 @@ def usage_of(runs: Sequence[GenerationRun]) -> Usage:
         prompt_tokens_details=PromptTokensDetails(
             cached_tokens=sum(run.reused_tokens for run in runs)
         ),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning)
+        if reasoning
+        else None,
     )
 
 
@@ -86,12 +99,30 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class CalledFunction(BaseModel):
+    """What a call calls; `arguments` is the JSON of an object."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(BaseModel):
+    """A call in an answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(BaseModel):
-    """The model's answer."""
+    """The model's answer. Reasoning, under both of its names, and calls are there where there are some."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: Annotated[str | None, Field(exclude_if=_is_none)] = None
+    reasoning_content: Annotated[str | None, Field(exclude_if=_is_none)] = None
+    tool_calls: Annotated[list[MessageToolCall] | None, Field(exclude_if=_is_none)] = None
 
 
 class ChatChoice(BaseModel):
@@ -119,11 +150,30 @@ class ChatCompletion(BaseModel):
     baton: Annotated[Timing | None, Field(exclude_if=_is_none)] = None
 
 
+class FunctionDelta(BaseModel):
+    """What a chunk adds to what is called: the name with the first, pieces of the arguments with the others."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """What a chunk adds to a call."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(BaseModel):
     """What a chunk adds to a message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from router.generation.answer_form import AnswerForm
+from router.generation.answer_form import AnswerForm, CallableTools
 from router.generation.sampling import SamplingBody
 from router.http.fields import (
     MAX_CHOICES,
@@ -29,6 +29,7 @@ from router.http.known_fields import Api
 from router.openai.conversation import (
     Messages,
     TemplateArguments,
+    check_results,
     check_template_arguments,
     conversation_of,
 )
@@ -39,6 +40,7 @@ from router.openai.tools import (
     ToolChoice,
     Tools,
     asked_form,
+    callable_tools,
     check_functions,
     check_tools,
 )
@@ -120,6 +122,9 @@ class ChatCompletionRequest(GenerationBody):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    max_thinking_tokens: TokenCount | None = None
+    thinking_token_budget: TokenCount | None = None
+    include_reasoning: bool | None = None
     functions: Functions | None = None
     function_call: FunctionChoice | None = None
     response_format: ResponseFormat | None = None
@@ -171,8 +176,33 @@ class ChatCompletionRequest(GenerationBody):
         """The form of `response_format`."""
         return asked_form(self.response_format)
 
+    @property
+    def callable_tools(self) -> CallableTools | None:
+        """Those of `tools` that `tool_choice` leaves."""
+        parallel = self.parallel_tool_calls is not False
+        return callable_tools(self.tools, self.tool_choice, parallel=parallel)
+
+    @property
+    def most_thinking_tokens(self) -> int | None:
+        """`max_thinking_tokens`, or vLLM's name for it."""
+        most = self.max_thinking_tokens
+        return self.thinking_token_budget if most is None else most
+
+    @property
+    def thinking_field(self) -> str:
+        """The one of the two that counts."""
+        return (
+            "thinking_token_budget" if self.max_thinking_tokens is None else "max_thinking_tokens"
+        )
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Always: chats have a place for it."""
+        return True
+
     def as_conversation(self) -> Conversation:
-        """The conversation."""
+        """The conversation. Tools that may not be called are not shown to the model, as in vLLM."""
+        shown = self.tools if self.callable_tools is not None else None
         effort = self.reasoning_effort
         given = {} if effort is None else {"reasoning_effort": effort}
         return conversation_of(
@@ -181,6 +211,7 @@ class ChatCompletionRequest(GenerationBody):
             continue_last=self.continue_final_message,
             arguments=given | (self.chat_template_kwargs or {}),
             add_special_tokens=bool(self.add_special_tokens),
+            tools=[tool.model_dump(exclude_none=True) for tool in shown] if shown else None,
         )
 
     @model_validator(mode="after")
@@ -191,6 +222,9 @@ class ChatCompletionRequest(GenerationBody):
             raise refusal("continue_final_message", "Not together with add_generation_prompt.")
         check_template_arguments(self.chat_template_kwargs)
         check_tools(self.tools, self.tool_choice)
+        check_results(self.messages)
+        if self.callable_tools is not None and self.answer_form is not None:
+            raise refusal(self.answer_form.param, "Not together with tools that may be called.")
         check_functions(self.functions, self.function_call)
         check_moderation(self.moderation)
         only("modalities", self.modalities, ["text"])

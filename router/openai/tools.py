@@ -1,17 +1,16 @@
 """What a client lets the model call, and the form that it wants the answer in.
 
-Both are checked in full. Forms are obeyed (`router.generation.answer_form`). Calls are not served yet: tools are refused by name,
-what has no effect (no tools, `tool_choice: none`) is served.
+Both are checked in full. Forms are obeyed, and required calls are one of them (`router.generation.answer_form`). What a model may call of its own
+accord is found in its output (`router.parsing`). `functions`, the older name of tools, is refused by name.
 """
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from router.generation.answer_form import AnswerForm, StructuralTag
+from router.generation.answer_form import AnswerForm, CallableTools, StructuralTag
 from router.http.fields import MAX_TOOLS, BodyObject, JsonObject, refusal, unsupported
-
-_NOT_YET = "Calling tools is not served yet; tool_choice none is."
+from router.parsing.output_format import ToolSchema
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -90,18 +89,37 @@ ResponseFormat = Annotated[
 
 
 def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:
-    """Refuses what would have the model call something.
+    """Refuses tools and a choice that contradict themselves or each other.
 
     Raises:
-        PydanticCustomError: It would, or the choice is of a tool that is not there.
+        PydanticCustomError: Two tools have one name, or the choice is of a tool that is not there.
     """
-    names = {tool.function.name for tool in tools or ()}
+    names = [tool.function.name for tool in tools or ()]
+    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    if twice is not None:
+        raise refusal("tools", f"Two tools are called {twice}.")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         raise refusal("tool_choice", f"There is no tool {choice.function.name} in tools.")
     if choice == "required" and not names:
         raise refusal("tool_choice", "Needs tools.")
-    if names and choice != "none":
-        raise unsupported("tools", _NOT_YET)
+
+
+def callable_tools(
+    tools: list[Tool] | None, choice: ToolChoice | None, *, parallel: bool
+) -> CallableTools | None:
+    """The tools that an answer may call, or has to; None where it may call none."""
+    if not tools or choice == "none":
+        return None
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    chosen = [tool for tool in tools if named is None or tool.function.name == named]
+    return CallableTools(
+        tools=tuple(
+            ToolSchema(name=tool.function.name, parameters=tool.function.parameters or ANY_OBJECT)
+            for tool in chosen
+        ),
+        required=named is not None or choice == "required",
+        parallel=parallel and named is None,
+    )
 
 
 def check_functions(functions: list[Function] | None, choice: FunctionChoice | None) -> None:
@@ -114,7 +132,7 @@ def check_functions(functions: list[Function] | None, choice: FunctionChoice | N
     if isinstance(choice, NamedFunction) and choice.name not in names:
         raise refusal("function_call", f"There is no function {choice.name} in functions.")
     if names and choice != "none":
-        raise unsupported("functions", _NOT_YET)
+        raise unsupported("functions", "The older name of tools: send them as tools.")
 
 
 ANY_OBJECT: JsonObject = {"type": "object"}

@@ -21,8 +21,8 @@ from baton.telemetry.logs import get_logger
 from router.templates import sandbox
 from router.templates.child import AskedProcess
 
-ChatMessage = Mapping[str, str]
-"""What a template sees of one message: `role`, `content` and, where given, `name` and `tool_call_id`."""
+ChatMessage = Mapping[str, Any]
+"""What a template sees of one message: `role` and `content`, texts, and where given `name`, `tool_call_id` and `tool_calls`."""
 
 MAX_RENDER_S = 10.0
 """How long one conversation may take."""
@@ -48,6 +48,7 @@ class Conversation:
         messages: As the chat template sees them.
         add_generation_prompt: End it with the beginning of the assistant's turn.
         continue_last: End it within the last message instead, which the model continues.
+        tools: That the model may call, as clients describe them; None where there are none.
         arguments: What the template is given besides.
         add_special_tokens: The tokenizer adds its own to those of the template.
         param: The body's field that the messages came in.
@@ -56,6 +57,7 @@ class Conversation:
     messages: Sequence[ChatMessage]
     add_generation_prompt: bool = True
     continue_last: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = False
     param: str = "messages"
@@ -130,6 +132,7 @@ class TemplateRenderer:
             "messages": conversation.messages,
             "add_generation_prompt": conversation.add_generation_prompt,
             "continue_last": conversation.continue_last,
+            "tools": conversation.tools,
             "arguments": conversation.arguments,
         }
         child = self._take()

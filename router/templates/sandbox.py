@@ -7,7 +7,7 @@ is its standard input; each message is its length (8 bytes, little-endian) and i
 
     parent → child   {"source", "special_tokens", "content_format", "max_chars", "limit_s", "memory_bytes"}      once
     child → parent   nothing, when it is ready
-    parent → child   {"messages", "add_generation_prompt", "continue_last", "arguments"}       per rendering
+    parent → child   {"messages", "add_generation_prompt", "continue_last", "tools", "arguments"}   per rendering
     child → parent   OK and the text, REFUSED and why, or EXHAUSTED and why (the child is not to be used again)
 """
 
@@ -71,10 +71,11 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_last: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as one text.
@@ -96,7 +97,7 @@ class ChatTemplate:
         for piece in self._template.generate(
             self._special_tokens | dict(arguments or {}),
             messages=[_in_parts(m) for m in given] if self._takes_parts else given,
-            tools=None,
+            tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt and not continue_last,
         ):
@@ -108,7 +109,7 @@ class ChatTemplate:
         _check_shown(messages, text)
         return _cut_off(text, messages[-1]["content"]) if continue_last else text
 
-    def _known_roles(self, messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    def _known_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """`developer` is the newer name of `system`, which most templates know only."""
         rename = "developer" not in self._source
         return [
@@ -119,11 +120,11 @@ class ChatTemplate:
         ]
 
 
-def _in_parts(message: Mapping[str, str]) -> dict[str, Any]:
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
-def _check_shown(messages: Sequence[Mapping[str, str]], text: str) -> None:
+def _check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
     """Of roles that only some templates know, every message must show, as text or as JSON: others leave out what they do not
     know.
     """

@@ -62,6 +62,7 @@ class Tokenizer:
         self.special_texts = frozenset(added[i].content for i in self.special_ids)
         self.pieces = PieceTable(backend, added)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        self.chat_template = pretrained.chat_template
         self._renderer = (
             TemplateRenderer(
                 pretrained.chat_template,

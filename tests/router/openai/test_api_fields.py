@@ -168,12 +168,14 @@ TABLE: dict[str, dict[str, Disposition]] = {
         "echo": Obeyed(True, {"messages": [*SAID, {"role": "assistant", "content": "Well, "}]}),
         "function_call": Refused({"name": "g"}),
         "functions": Refused([_FUNCTION]),
+        "include_reasoning": Unseen(False),
         "logprobs": Obeyed(True),
         "max_completion_tokens": Obeyed(3),
         "max_tokens": Obeyed(3),
         "messages": Obeyed([{"role": "user", "content": "another"}]),
         "modalities": Refused(["text", "audio"]),
         "n": Obeyed(2),
+        "parallel_tool_calls": Unseen(False),
         "prediction": Ignored({"type": "content", "content": "x"}),
         "prompt_logprobs": Obeyed(1),
         "reasoning_effort": Obeyed("high"),
@@ -451,17 +453,17 @@ async def test_what_messages_have_that_templates_are_not_given_is_named():
         served.says("hello")
         said: dict[str, Any] = {"role": "assistant", "content": "x", "refusal": None}
         said["annotations"] = []
-        messages = [*SAID, said | {"reasoning": "hm"}, said | {"zebra": 1, "reasoning": "hm"}]
+        messages = [*SAID, said | {"reasons": "hm"}, said | {"zebra": 1, "reasons": "hm"}]
         reply = await served.chat(messages=messages, store=True)
         assert reply.status_code == 200
-        assert reply.headers[IGNORED_HEADER] == "store, messages.reasoning, messages.zebra"
+        assert reply.headers[IGNORED_HEADER] == "store, messages.reasons, messages.zebra"
         assert IGNORED_HEADER not in (await served.chat(messages=[*SAID, said])).headers
 
 
 @pytest.mark.parametrize("kind", get_args(ChatCompletionMessageParam), ids=lambda k: k.__name__)
 async def test_every_documented_field_of_a_message_is_obeyed_or_refused(kind: type):
-    values: dict[str, Any] = {"tool_calls": [{}], "function_call": {"name": "f"}}
-    known = {"role", "content", "name", "tool_call_id"}
+    values: dict[str, Any] = {"function_call": {"name": "f"}}
+    known = {"role", "content", "name", "tool_call_id", "tool_calls"}
     async with serve(chat_template=TEMPLATE) as served:
         served.says("hello")
         for name in set(kind.__annotations__) - known:

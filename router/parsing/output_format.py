@@ -1,0 +1,197 @@
+"""What the served model's output looks like: which families its calls and its reasoning are of, their parser, and the grammars that hold it to them."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from baton.errors import ConfigError
+from router.http.fields import JsonObject
+from router.parsing.events import OutputParser
+from router.parsing.families import (
+    REASONING_FAMILIES,
+    TOOL_FAMILIES,
+    CallShape,
+    ReasoningFamily,
+    ToolFamily,
+    reasoning_family_of,
+    tool_family_of,
+)
+from router.parsing.parser import FamilyParser
+
+Family = TypeVar("Family")
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSchema:
+    """What a parser and a grammar need of a tool.
+
+    Attributes:
+        name: As it is called.
+        parameters: The JSON schema of its arguments.
+    """
+
+    name: str
+    parameters: JsonObject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFormat:
+    """How the served model writes calls and reasoning.
+
+    Attributes:
+        tools: The family of its calls; None where tools are refused.
+        reasoning: The family of its reasoning; None where all of the output is content.
+        marker_ids: Marks that are single tokens of its tokenizer, and those.
+    """
+
+    tools: ToolFamily | None
+    reasoning: ReasoningFamily | None
+    marker_ids: Mapping[str, int]
+
+    def parser(self, tools: Sequence[ToolSchema] | None, *, in_reasoning: bool) -> OutputParser:
+        """For one choice.
+
+        Args:
+            tools: That may be called; None where calls are not looked for.
+            in_reasoning: Whether the prompt ended within reasoning.
+        """
+        parameters = {tool.name: tool.parameters for tool in tools or ()}
+        family = None if tools is None else self.tools
+        return FamilyParser(
+            family, self.reasoning, parameters, self.marker_ids, in_reasoning=in_reasoning
+        )
+
+    def opens_reasoning(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends so leaves the model within its reasoning."""
+        return self.reasoning is not None and prompt_end.rstrip().endswith(self.reasoning.begin)
+
+    @property
+    def can_require(self) -> bool:
+        """Whether the model can be held to calls by a grammar."""
+        return self.tools is not None and self.tools.shape is not CallShape.TAGGED
+
+    def calls_lark(self, tools: Sequence[ToolSchema], *, parallel: bool, schema: str) -> str:
+        """Rules of llguidance's Lark for one call or more of these tools, as the family writes them; they begin at `calls`.
+
+        Args:
+            tools: At least one.
+            parallel: There may be several calls.
+            schema: Stands in the place of each tool's JSON schema.
+        """
+        family = self.tools
+        assert family is not None
+        rules = [f"arguments_{place}: %json {schema}" for place in range(len(tools))]
+        kinds = " | ".join(f"call_{place}" for place in range(len(tools)))
+        begin, end = self._mark(family.begin), self._mark(family.end) if family.end else ""
+        opening = closing = ""
+        more = f"{_text(family.between)} call" if family.between else "call"
+        for place, tool in enumerate(tools):
+            name, arguments = json.dumps(tool.name), f"arguments_{place}"
+            member = f'{{"name": {name}, "{family.arguments}": '
+            match family.shape:
+                case CallShape.OBJECT if family.bare:
+                    body = f"{_text(member)} {arguments} {_text('}')}"
+                case CallShape.OBJECT:
+                    body = f"{begin} {_text(chr(10) + member)} {arguments} {_text('}' + chr(10))} {end}"
+                case CallShape.OBJECTS:
+                    opening, closing = f"{begin} {_text('[')}", _text("]")
+                    more = f"{_text(', ')} call"
+                    body = f"{_text(member)} {arguments} {_text('}')}"
+                case CallShape.FENCED:
+                    head = f"{begin} {_text('function')} {self._mark(family.separator)}"
+                    fence = _text(f"{tool.name}\n```json\n")
+                    body = f"{head} {fence} {arguments} {_text(chr(10) + '```')} {end}"
+                case CallShape.NAMED:
+                    named = f"{_text(tool.name)} {self._mark(family.separator)}"
+                    body = f"{begin} {named} {arguments} {end}"
+                case CallShape.TAGGED:
+                    raise AssertionError("not held to a grammar")
+            rules.append(f"call_{place}: {body}")
+        if family.section[0]:
+            opening, closing = map(self._mark, family.section)
+        repeated = f"({more})*" if parallel else ""
+        return "\n".join([f"calls: {opening} call {repeated} {closing}", f"call: {kinds}", *rules])
+
+    def any_lark(self) -> str:
+        """What holds an answer to nothing: text, and marks that are tokens."""
+        marks = " | ".join(f"<[{token}]>" for token in self.marker_ids.values())
+        return f"(/(.|\\n)+/ | {marks})*" if marks else "/(.|\\n)*/"
+
+    def reasoning_lark(self, max_tokens: int | None, *, in_reasoning: bool) -> str:
+        """The rule `reasoning`: what stands before the answer, up to and with the mark at its end, which comes after `max_tokens` tokens
+        at the latest.
+        """
+        family = self.reasoning
+        assert family is not None
+        limit = "" if max_tokens is None else f"[max_tokens={max(1, max_tokens)}]"
+        begin = "" if in_reasoning else self._mark(family.begin)
+        text = "/(?s:.*)/"
+        if family.end not in self.marker_ids:  # then text could go on behind the mark
+            text += f" & ~/(?s:.*{re.escape(family.end).replace('/', chr(92) + '/')}.*)/"
+        return "\n".join(
+            [
+                f"reasoning: {begin} thoughts {self._mark(family.end)} /[ \\n]{{0,4}}/",
+                f"thoughts{limit}: THOUGHTS",
+                f"THOUGHTS: {text}",
+            ]
+        )
+
+    def _mark(self, mark: str) -> str:
+        token = self.marker_ids.get(mark)
+        return _text(mark) if token is None else f"<[{token}]>"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def detect_format(
+    template: str | None,
+    token_of: Callable[[str], int | None],
+    *,
+    tool_call_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+) -> OutputFormat:
+    """How a model writes calls and reasoning.
+
+    Args:
+        template: Its chat template, if it has one.
+        token_of: The token that a text is by itself, if there is one.
+        tool_call_parser: A family's name; `auto` for what the template writes, `none` to look for no calls.
+        reasoning_parser: The same of reasoning.
+
+    Raises:
+        ConfigError: There is no family of that name.
+    """
+    tools = _chosen(tool_call_parser, TOOL_FAMILIES, tool_family_of, template, "tool_call_parser")
+    reasoning = _chosen(
+        reasoning_parser, REASONING_FAMILIES, reasoning_family_of, template, "reasoning_parser"
+    )
+    marks = [*(tools.marks if tools else ())]
+    if reasoning is not None:
+        marks += [reasoning.begin, reasoning.end]
+    found = {mark: token_of(mark) for mark in marks}
+    marker_ids = {mark: token for mark, token in found.items() if token is not None}
+    return OutputFormat(tools=tools, reasoning=reasoning, marker_ids=marker_ids)
+
+
+def _chosen(
+    name: str,
+    families: Mapping[str, Family],
+    of_template: Callable[[str], Family | None],
+    template: str | None,
+    setting: str,
+) -> Family | None:
+    if name == NONE:
+        return None
+    if name == AUTO:
+        return of_template(template) if template else None
+    if name not in families:
+        names = ", ".join((AUTO, NONE, *families))
+        raise ConfigError(
+            f"router.{setting}: there is no {name!r}; there are {names}", param=f"router.{setting}"
+        )
+    return families[name]

@@ -1,0 +1,105 @@
+"""Marks that are tokens on their way from the draw to the parser: past stop strings, guardrails and intervals of a stream."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.generation import FinishReason, TokenSample
+from baton.pretrained import PretrainedTokenizer
+from router.generation.generation_run import Choice, Delta, MarkedTokens, keep
+from router.generation.parsed_choice import ParsedChoice
+from router.openai.requests import ChatCompletionRequest
+from router.parsing.output_format import OutputFormat, ToolSchema, detect_format
+from router.text.stop_strings import StopStrings
+from router.text.tokenizer import Tokenizer
+from tests.router.parsing.test_output_format import END, byte_tokenizer
+from tests.router.parsing.test_parser import Said, said
+
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+TOOLS = [ToolSchema(name="now", parameters={"type": "object"})]
+TEXT = (
+    'hmé</think>\n\nWell:\n<tool_call>\n{"name": "now", "arguments": {"x": "<y>é"}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["special", "added"])
+def tokenizer(request: pytest.FixtureRequest):
+    backend = byte_tokenizer(MARKS, special=request.param)
+    pretrained = PretrainedTokenizer(backend=backend, special_tokens={}, chat_template=None)
+    made = Tokenizer(pretrained, threads=1)
+    yield made
+    made.close()
+
+
+def made_format(tokenizer: Tokenizer) -> OutputFormat:
+    return detect_format("<tool_call></think>", tokenizer.backend.token_to_id)
+
+
+def deltas(
+    tokenizer: Tokenizer, text: str, taken_after: Sequence[int], stop: Sequence[str] = ()
+) -> tuple[list[Delta], Choice]:
+    """What a choice gains that draws the text, looked at after some of its tokens."""
+    found = made_format(tokenizer)
+    body = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "x"}])  # type: ignore[list-item]
+    reads = MarkedTokens(
+        texts={token: mark for mark, token in found.marker_ids.items()},
+        reasoning=(found.marker_ids["<think>"], found.marker_ids["</think>"]),
+        in_reasoning=True,
+    )
+    stops = StopStrings(stop) if stop else None
+    choice = Choice(0, tokenizer.decoder(), body, stops, reads)
+    ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
+    gained: list[Delta] = []
+    for place, token in enumerate([*ids, tokenizer.backend.token_to_id(END)]):
+        finish = FinishReason.STOP if place == len(ids) else None
+        choice.push(TokenSample(sample=0, token=token, finish=finish))
+        if (place in taken_after or choice.finished) and (delta := choice.take()) is not None:
+            gained.append(delta)
+        if choice.finished:
+            break
+    return gained, choice
+
+
+def parsed(tokenizer: Tokenizer, gained: Sequence[Delta]) -> Said:
+    choice = ParsedChoice(made_format(tokenizer).parser(TOOLS, in_reasoning=True))
+    return said([event for delta in gained for event in choice.push(delta)])
+
+
+@given(taken=st.lists(st.integers(0, 120), max_size=40), kept=st.booleans())
+def test_what_is_said_does_not_depend_on_when_it_is_taken(
+    tokenizer: Tokenizer, taken: list[int], kept: bool
+) -> None:
+    gained, choice = deltas(tokenizer, TEXT, taken)
+    if kept:
+        whole: list[Delta] = []
+        for delta in gained:
+            keep(whole, delta)
+        gained = whole
+    found = parsed(tokenizer, gained)
+    assert (found.reasoning, found.content) == ("hmé", "\n\nWell:")
+    assert found.calls == [("now", '{"x": "<y>é"}')]
+    drawn = len(tokenizer.backend.encode(TEXT[: TEXT.index("</think>")]).ids)
+    assert choice.num_reasoning_tokens == drawn + 1
+
+
+@given(taken=st.lists(st.integers(0, 120), max_size=40))
+def test_a_stop_string_that_begins_like_a_mark_holds_it_back_and_loses_nothing(
+    tokenizer: Tokenizer, taken: list[int]
+) -> None:
+    gained, _ = deltas(tokenizer, TEXT, taken, stop=["<tool_call>?", "</"])
+    assert parsed(tokenizer, gained).reasoning == "hmé"
+    gained, _ = deltas(tokenizer, TEXT, taken, stop=["<tool_call>?"])
+    assert parsed(tokenizer, gained).calls == [("now", '{"x": "<y>é"}')]
+
+
+def test_text_that_spells_a_mark_is_text(tokenizer: Tokenizer) -> None:
+    spelt = "a</think>b<tool_call>c"
+    ids = [tokenizer.backend.token_to_id(char) for char in spelt]
+    assert None not in ids
+    choice = ParsedChoice(made_format(tokenizer).parser(TOOLS, in_reasoning=False))
+    found = said(choice.push(Delta(0, spelt, ids, finish=FinishReason.STOP)))
+    assert (found.content, found.calls) == (spelt, [])
+    assert json.dumps(found.content)

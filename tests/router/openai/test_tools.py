@@ -1,0 +1,261 @@
+"""Calls of tools and reasoning in chat completions: what is asked, what the template sees, what is answered."""
+
+import json
+from typing import Any
+
+import pytest
+
+from baton.generation import FinishReason
+from router.openai.replies import ChatCompletion, ChatCompletionChunk
+from tests.router.served import Served, events, serve
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %} {{ k }}={{ v }}{% endfor %}</tool_call>{% endfor %}"
+    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if thinks %}<think>\n{% endif %}"
+    "{# </think> #}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+TWO = f"I look.\n{call('weather', city='Paris')}\n{call('now')}"
+
+
+def message_of(chunks: list[Any]) -> tuple[dict[str, Any], str]:
+    """What a stream's chunks add up to, and why it ended."""
+    content, reasoning, finish = "", "", ""
+    calls: list[dict[str, str]] = []
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate_json(json.dumps(chunk), strict=True)
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            content += delta.get("content") or ""
+            reasoning += delta.get("reasoning_content") or ""
+            finish = choice["finish_reason"] or finish
+            for part in delta.get("tool_calls") or ():
+                if "id" in part:
+                    calls.append({"id": part["id"], "name": part["function"]["name"], "text": ""})
+                calls[part["index"]]["text"] += part["function"]["arguments"]
+    return {"content": content, "reasoning": reasoning, "calls": calls}, finish
+
+
+async def test_calls_are_answered_as_calls() -> None:
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says(TWO)
+        reply = await served.chat(tools=[WEATHER, NOW])
+        answer = ChatCompletion.model_validate_json(reply.content, strict=True)
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I look."
+        calls = choice.message.tool_calls or []
+        assert [c.function.name for c in calls] == ["weather", "now"]
+        assert [json.loads(c.function.arguments) for c in calls] == [{"city": "Paris"}, {}]
+        assert len({c.id for c in calls}) == 2
+
+
+async def test_a_stream_has_the_same_in_pieces() -> None:
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says(TWO, call("now"))
+        reply = await served.chat(tools=[WEATHER, NOW], stream=True, n=2)
+        *chunks, done = events(reply.text)
+        assert done == "[DONE]"
+        first = [c for c in chunks if all(x["index"] == 0 for x in c["choices"])]
+        said, finish = message_of(first)
+        assert (said["content"], finish) == ("I look.", "tool_calls")
+        assert [c["name"] for c in said["calls"]] == ["weather", "now"]
+        assert json.loads(said["calls"][0]["text"]) == {"city": "Paris"}
+        pieces = [
+            c
+            for c in first
+            if (c["choices"][0]["delta"].get("tool_calls") or [{}])[0].get("function")
+        ]
+        assert len(pieces) > 6
+
+
+@pytest.mark.parametrize(
+    "fields", [{"logprobs": True, "top_logprobs": 1}, {"return_token_ids": True}]
+)
+async def test_every_token_has_its_figures_also_where_it_is_a_part_of_a_call(
+    fields: dict[str, Any],
+) -> None:
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says(call("now"))
+        drawn = len(served.generator.script[0]) + 1
+        *chunks, _ = events((await served.chat(tools=[NOW], stream=True, **fields)).text)
+        counted = 0
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                counted += len((choice["logprobs"] or {}).get("content") or ())
+                counted += len(choice.get("token_ids") or ())
+        assert counted == drawn
+        assert message_of(chunks)[1] == "tool_calls"
+
+
+async def test_without_tools_or_with_none_of_them_marks_are_text() -> None:
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says(call("now"))
+        for fields in ({}, {"tools": [NOW], "tool_choice": "none"}):
+            reply = (await served.chat(**fields)).json()["choices"][0]
+            assert reply["message"]["content"] == call("now")
+            assert reply["finish_reason"] == "stop"
+            assert "tool_calls" not in reply["message"]
+
+
+async def test_one_call_where_only_one_is_wanted() -> None:
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says(call("now") + "\n" + call("weather", city="Oslo"))
+        reply = (await served.chat(tools=[WEATHER, NOW], parallel_tool_calls=False)).json()
+        (made,) = reply["choices"][0]["message"]["tool_calls"]
+        assert made["function"]["name"] == "now"
+
+
+async def test_an_answer_that_is_cut_off_says_so_and_has_its_part_of_a_call() -> None:
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says(call("weather", city="Paris"))
+        tokens = served.generator.script[0]
+        reply = (await served.chat(tools=[WEATHER], max_tokens=len(tokens) - 12)).json()
+        choice = reply["choices"][0]
+        assert choice["finish_reason"] == FinishReason.LENGTH.value
+        (made,) = choice["message"]["tool_calls"]
+        assert made["function"]["arguments"].startswith('{"c')
+
+
+def grammar(served: Served) -> str:
+    return served.generator.requests[-1].prompt.sampling.grammar
+
+
+async def test_required_and_named_calls_are_a_grammar() -> None:
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says(call("now"))
+        await served.chat(tools=[WEATHER, NOW])
+        assert not grammar(served)
+        required = await served.chat(tools=[WEATHER, NOW], tool_choice="required")
+        assert required.status_code == 200
+        assert '"weather' in grammar(served).replace("\\", "")
+        named = {"type": "function", "function": {"name": "now"}}
+        await served.chat(tools=[WEATHER, NOW], tool_choice=named)
+        assert "weather" not in grammar(served)
+        assert "now" in grammar(served)
+
+
+async def test_reasoning_is_told_apart_and_counted_as_reasoning() -> None:
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says("<think>hm</think>42")
+        message = (await served.chat()).json()["choices"][0]["message"]
+        assert (message["content"], message["reasoning"]) == ("42", "hm")
+        assert message["reasoning_content"] == "hm"
+        served.says("still</think>42")
+        thinking = {"chat_template_kwargs": {"thinks": True}}
+        *chunks, _ = events((await served.chat(stream=True, **thinking)).text)
+        said, finish = message_of(chunks)
+        assert (said["reasoning"], said["content"], finish) == ("still", "42", "stop")
+        message = (await served.chat(include_reasoning=False, **thinking)).json()["choices"][0]
+        assert "reasoning" not in message["message"]
+
+
+@pytest.mark.parametrize("field", ["max_thinking_tokens", "thinking_token_budget"])
+async def test_a_budget_for_thinking_is_a_grammar(field: str) -> None:
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says("hm</think>42")
+        thinking = {"chat_template_kwargs": {"thinks": True}, field: 5}
+        assert (await served.chat(**thinking)).status_code == 200
+        assert "max_tokens=5" in grammar(served)
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+        assert (await served.chat(response_format=form, **thinking)).status_code == 200
+        assert "max_tokens=5" in grammar(served)
+        assert "answer" in grammar(served)
+
+
+async def test_the_template_sees_tools_calls_and_results() -> None:
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says("It is 7.")
+        made = {
+            "id": "c1",
+            "type": "function",
+            "function": {"name": "now", "arguments": '{"zone": "CET"}'},
+        }
+        messages = [
+            {"role": "user", "content": "What time is it?"},
+            {"role": "assistant", "content": None, "tool_calls": [made], "reasoning_content": "hm"},
+            {"role": "tool", "tool_call_id": "c1", "content": "7:00"},
+        ]
+        reply = await served.chat(messages=messages, tools=[NOW])
+        assert reply.status_code == 200, reply.text
+        prompt = served.generator.requests[-1].prompt.prompt_tokens
+        text = await served.tokenizer.decode(list(prompt))
+        assert text.startswith('<tools>[{"type": "function", "function": {"name": "now"}}]</tools>')
+        assert "<tool_call>now zone=CET</tool_call>[hm]<|end|>" in text
+        assert "7:00" in text
+        await served.chat(messages=messages, tools=[NOW], tool_choice="none")
+        hidden = served.generator.requests[-1].prompt.prompt_tokens
+        assert "<tools>" not in await served.tokenizer.decode(list(hidden))
+
+
+MADE = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+SAID = {"role": "assistant", "content": None, "tool_calls": [MADE]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": [NOW, NOW]}, "tools", "Two tools are called now"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "no tool f"),
+        ({"tool_choice": "required"}, "tool_choice", "Needs tools"),
+        ({"messages": [SAID, {"role": "tool", "tool_call_id": "c2", "content": "x"}]}, "messages", "c2"),
+        ({"messages": [SAID | {"tool_calls": [MADE | {"function": {"name": "f", "arguments": "[1]"}}]}]}, "tool_calls", "object"),
+        ({"messages": [SAID | {"role": "user", "content": "x"}]}, "tool_calls", "assistant"),
+        ({"tools": [NOW], "response_format": {"type": "json_object"}}, "response_format", "Not together"),
+        ({"functions": [{"name": "f"}]}, "functions", "as tools"),
+    ],
+)  # fmt: skip
+async def test_what_contradicts_itself_is_refused_by_field(
+    fields: dict[str, Any], param: str, words: str
+) -> None:
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says("x")
+        reply = await served.chat(**fields)
+        error = reply.json()["error"]
+        assert reply.status_code == 400
+        assert param in (error["param"] or "") + error["message"]
+        assert words in error["message"]
+        assert not served.generator.requests
+
+
+async def test_a_model_whose_calls_are_not_known_is_given_no_tools() -> None:
+    async with serve() as served:
+        served.says("x")
+        error = (await served.chat(tools=[NOW])).json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+        assert "tool_call_parser" in error["message"]
+        error = (await served.chat(max_thinking_tokens=5)).json()["error"]
+        assert error["param"] == "max_thinking_tokens"
+    async with serve(tool_call_parser="hermes", reasoning_parser="none") as served:
+        served.says(call("now"))
+        choice = (await served.chat(tools=[NOW])).json()["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_calls_that_cannot_be_required_are_refused() -> None:
+    async with serve(tool_call_parser="qwen3_coder") as served:
+        served.says("x")
+        error = (await served.chat(tools=[NOW], tool_choice="required")).json()["error"]
+        assert error["param"] == "tool_choice"

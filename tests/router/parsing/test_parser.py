@@ -1,0 +1,272 @@
+"""What each family's models write is taken apart, wherever its text is cut."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.parsing.events import (
+    ContentText,
+    ParsedEvent,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegun,
+)
+from router.parsing.families import REASONING_FAMILIES, TOOL_FAMILIES
+from router.parsing.output_format import OutputFormat, ToolSchema
+
+TOOLS = [
+    ToolSchema(
+        name="get_weather",
+        parameters={
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    ),
+    ToolSchema(name="now", parameters={"type": "object"}),
+]
+PARIS = {"city": "Paris", "days": 2}
+ODD = {"city": 'a "quoted" {brace} ] \\ <tool_call> 你好', "days": 1}
+
+
+@dataclass
+class Said:
+    """What events say, all together."""
+
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str]]
+
+    def arguments(self) -> list[object]:
+        return [json.loads(arguments) for _, arguments in self.calls]
+
+
+def said(events: Sequence[ParsedEvent]) -> Said:
+    found = Said("", "", [])
+    for event in events:
+        match event:
+            case ContentText():
+                found.content += event.text
+            case ReasoningText():
+                found.reasoning += event.text
+            case ToolCallBegun():
+                assert event.index == len(found.calls)
+                found.calls.append((event.name, ""))
+            case ToolCallArguments():
+                assert event.index == len(found.calls) - 1
+                name, text = found.calls[-1]
+                found.calls[-1] = (name, text + event.text)
+    return found
+
+
+def output_format(tools: str | None, reasoning: str | None, *, as_tokens: bool) -> OutputFormat:
+    family = TOOL_FAMILIES[tools] if tools else None
+    thought = REASONING_FAMILIES[reasoning] if reasoning else None
+    marks = [*(family.marks if family else ()), *((thought.begin, thought.end) if thought else ())]
+    ids = {mark: 1000 + place for place, mark in enumerate(marks)} if as_tokens else {}
+    return OutputFormat(tools=family, reasoning=thought, marker_ids=ids)
+
+
+def parsed(
+    made: OutputFormat, text: str, cuts: Sequence[int] = (), *, in_reasoning: bool = False
+) -> Said:
+    """With marks that are tokens told by their ids, and the text between them cut at some places."""
+    parser = made.parser(TOOLS, in_reasoning=in_reasoning)
+    events: list[ParsedEvent] = []
+    pieces: list[str | int] = [text]
+    for mark, token in made.marker_ids.items():
+        split: list[str | int] = []
+        for piece in pieces:
+            if isinstance(piece, int):
+                split.append(piece)
+                continue
+            for place, part in enumerate(piece.split(mark)):
+                split += [token, part] if place else [part]
+        pieces = split
+    for piece in pieces:
+        if isinstance(piece, int):
+            events += parser.push_marker(piece)
+            continue
+        ends = sorted({0, len(piece), *(cut % (len(piece) + 1) for cut in cuts)})
+        for begin, end in pairwise(ends):
+            events += parser.push_text(piece[begin:end])
+    return said([*events, *parser.finish()])
+
+
+def hermes(*calls: tuple[str, object]) -> str:
+    return "\n".join(
+        f"<tool_call>\n{json.dumps({'name': n, 'arguments': a}, ensure_ascii=False)}\n</tool_call>"
+        for n, a in calls
+    )
+
+
+def deepseek_v3(*calls: tuple[str, object]) -> str:
+    written = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n{json.dumps(a)}\n```<｜tool▁call▁end｜>"
+        for n, a in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{written}<｜tool▁calls▁end｜>"
+
+
+def deepseek_v31(*calls: tuple[str, object]) -> str:
+    written = "".join(
+        f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{json.dumps(a)}<｜tool▁call▁end｜>"
+        for n, a in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{written}<｜tool▁calls▁end｜>"
+
+
+def qwen3_coder(*calls: tuple[str, dict[str, object]]) -> str:
+    def parameters(arguments: dict[str, object]) -> str:
+        return "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+
+    return "\n".join(
+        f"<tool_call>\n<function={n}>\n{parameters(a)}</function>\n</tool_call>" for n, a in calls
+    )
+
+
+TWO = (("get_weather", PARIS), ("get_weather", {"city": "Oslo", "days": 3}))
+LLAMA = "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in TWO)
+MISTRAL = "[TOOL_CALLS]" + json.dumps([{"name": n, "arguments": a} for n, a in TWO])
+MISTRAL_NAMED = "".join(f"[TOOL_CALLS]{n}[ARGS]{json.dumps(a)}" for n, a in TWO)
+OUTPUTS = {
+    "hermes": ("hermes", hermes(*TWO)),
+    "hermes after text": ("hermes", "I look it up.\n\n" + hermes(*TWO) + "\n"),
+    "qwen3_coder": ("qwen3_coder", qwen3_coder(*TWO)),
+    "llama3_json": ("llama3_json", LLAMA),
+    "llama3_json marked": ("llama3_json", "<|python_tag|>" + LLAMA),
+    "mistral": ("mistral", MISTRAL),
+    "mistral by name": ("mistral", MISTRAL_NAMED),
+    "deepseek_v3": ("deepseek_v3", deepseek_v3(*TWO)),
+    "deepseek_v31": ("deepseek_v31", "Well. " + deepseek_v31(*TWO)),
+}
+CUTS = st.lists(st.integers(0, 400), max_size=60)
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("output", OUTPUTS)
+@given(cuts=CUTS)
+def test_two_calls_are_found_wherever_the_text_is_cut(
+    output: str, as_tokens: bool, cuts: list[int]
+) -> None:
+    family, text = OUTPUTS[output]
+    made = output_format(family, None, as_tokens=as_tokens)
+    found = parsed(made, text, cuts)
+    assert [name for name, _ in found.calls] == ["get_weather", "get_weather"]
+    assert found.arguments() == [PARIS, {"city": "Oslo", "days": 3}]
+    assert found == parsed(made, text)
+    assert found.content in ("", "I look it up.", "Well.")
+    assert not found.reasoning
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_every_single_cut_gives_the_same(output: str) -> None:
+    family, text = OUTPUTS[output]
+    made = output_format(family, None, as_tokens=False)
+    whole = parsed(made, text)
+    assert all(parsed(made, text, [cut]) == whole for cut in range(len(text)))
+    assert parsed(made, text, range(len(text))) == whole
+
+
+@given(text=st.text(st.sampled_from('<>/tool_cal{}"name:[]ARGS\\ \n｜▁;'), max_size=80), cuts=CUTS)
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+def test_what_is_no_call_is_cut_as_one_likes_too(family: str, text: str, cuts: list[int]) -> None:
+    made = output_format(family, "qwen3", as_tokens=False)
+    assert parsed(made, text, cuts) == parsed(made, text)
+
+
+@given(cuts=CUTS)
+def test_arguments_may_hold_anything_that_json_does(cuts: list[int]) -> None:
+    made = output_format("hermes", None, as_tokens=True)
+    found = parsed(output_format("hermes", None, as_tokens=False), hermes(("now", PARIS)), cuts)
+    assert found.calls == [("now", json.dumps(PARIS))]
+    parser = made.parser(TOOLS, in_reasoning=False)
+    events = [*parser.push_marker(1000)]
+    text = json.dumps({"name": "get_weather", "arguments": ODD}, ensure_ascii=False)
+    for begin in range(len(text)):
+        events += parser.push_text(text[begin : begin + 1])
+    events += [*parser.push_marker(1001), *parser.finish()]
+    assert said(events).arguments() == [ODD]
+
+
+def test_a_name_may_come_behind_the_arguments_and_they_may_be_a_text() -> None:
+    made = output_format("hermes", None, as_tokens=False)
+    late = '<tool_call>{"arguments": {"x": 1}, "name": "now"}</tool_call>'
+    assert parsed(made, late).calls == [("now", '{"x": 1}')]
+    quoted = '<tool_call>{"name": "now", "arguments": "{\\"x\\": 1}"}</tool_call>'
+    assert parsed(made, quoted).calls == [("now", '{"x": 1}')]
+    none = '<tool_call>{"name": "now"}</tool_call>'
+    assert parsed(made, none).calls == [("now", "{}")]
+
+
+def test_text_between_and_behind_calls_is_content() -> None:
+    made = output_format("hermes", None, as_tokens=False)
+    one = hermes(("now", {}))
+    found = parsed(made, f"First {one} then {one} done.")
+    assert [name for name, _ in found.calls] == ["now", "now"]
+    assert found.content == "First then done."
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", "<tool_call> is how calls begin"),
+        ("hermes", '<tool_call>{"no": "name"}</tool_call>'),
+        ("hermes", "if a <b: <tool"),
+        ("llama3_json", '{"answer": 42}'),
+        ("llama3_json", '{"name": "nobody", "parameters": {}}'),
+        ("mistral", "[TOOL_CALLS] but none"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>nothing"),
+        ("qwen3_coder", "<tool_call>\nno function"),
+    ],
+)
+def test_what_begins_like_a_call_and_is_none_is_content(family: str, text: str) -> None:
+    found = parsed(output_format(family, None, as_tokens=False), text)
+    assert (found.content, found.calls) == (text, [])
+
+
+def test_a_call_that_breaks_off_has_what_there_was_of_it() -> None:
+    made = output_format("hermes", None, as_tokens=False)
+    found = parsed(made, '<tool_call>{"name": "now", "arguments": {"city": "Par')
+    assert found.calls == [("now", '{"city": "Par')]
+
+
+def test_text_that_merely_spells_a_mark_is_text_where_marks_are_tokens() -> None:
+    made = output_format("hermes", "qwen3", as_tokens=True)
+    parser = made.parser(TOOLS, in_reasoning=False)
+    text = 'write <tool_call>{"name": "now"}</tool_call> or <think>'
+    assert said([*parser.push_text(text), *parser.finish()]).content == text
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@given(cuts=CUTS)
+def test_reasoning_is_told_apart(as_tokens: bool, cuts: list[int]) -> None:
+    made = output_format("hermes", "qwen3", as_tokens=as_tokens)
+    call = hermes(("now", {}))
+    for text, inside in (
+        (f"<think>hm\n</think>\n\n{call}", False),
+        (f"hm\n</think>\n\n{call}", True),
+    ):
+        found = parsed(made, text, cuts, in_reasoning=inside)
+        assert (found.reasoning, found.content) == ("hm\n", "")
+        assert found.calls == [("now", "{}")]
+    plain = parsed(made, "hm</think>The answer. ", cuts, in_reasoning=True)
+    assert (plain.reasoning, plain.content) == ("hm", "The answer. ")
+
+
+def test_calls_within_reasoning_are_reasoning() -> None:
+    made = output_format("hermes", "qwen3", as_tokens=True)
+    call = hermes(("now", {}))
+    found = parsed(made, f"I could {call}</think>No.", in_reasoning=True)
+    assert (found.reasoning, found.content, found.calls) == (f"I could {call}", "No.", [])
+
+
+def test_without_tools_calls_are_text() -> None:
+    made = output_format("hermes", None, as_tokens=False)
+    parser = made.parser(None, in_reasoning=False)
+    text = hermes(("now", {}))
+    assert said([*parser.push_text(text), *parser.finish()]).content == text
