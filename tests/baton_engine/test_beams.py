@@ -58,7 +58,7 @@ def expected(
     rules = asked.sampling.beam_search
     assert rules is not None
     tokens = torch.tensor([list(asked.prompt_tokens)])
-    found = reference.generate(
+    found = reference.generate(  # type: ignore[operator]
         tokens,
         attention_mask=torch.ones_like(tokens),
         num_beams=4,

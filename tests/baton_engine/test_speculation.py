@@ -371,10 +371,17 @@ def doubtful(sequence: Sequence, *, tried_at: int) -> Sequence:
     return sequence
 
 
+def num_kept(sequence: Sequence) -> int:
+    """N-grams of its text."""
+    assert sequence.drafts is not None
+    assert sequence.drafts.index is not None
+    return sequence.drafts.index.num_kept
+
+
 def known(sequence: Sequence) -> tuple[float, float, int, int]:
     drafts = sequence.drafts
     assert drafts is not None
-    return drafts.verified, drafts.accepted, drafts.tried_at, drafts.index.num_kept
+    return drafts.verified, drafts.accepted, drafts.tried_at, num_kept(sequence)
 
 
 def test_nothing_is_looked_up_where_no_draft_is_worth_it():
@@ -382,8 +389,7 @@ def test_nothing_is_looked_up_where_no_draft_is_worth_it():
     sequence = doubtful(bench.sequence((7,) * 40), tried_at=20)
     bench.speculator.begin_step()
     assert bench.speculator.choose(sequence, StepLoad.of([sequence])) == []
-    assert sequence.drafts is not None
-    assert sequence.drafts.index.num_kept == 0
+    assert num_kept(sequence) == 0
 
 
 def test_a_step_tries_one_of_those_again_whose_turn_it_is():
@@ -402,7 +408,7 @@ def test_all_texts_of_a_step_share_what_it_reads():
     bench.speculator.begin_step()
     for sequence in running:
         bench.speculator.choose(sequence, StepLoad.of(running))
-    assert [s.drafts.index.num_kept for s in running if s.drafts] == [399, 113, 0]
+    assert [num_kept(sequence) for sequence in running] == [399, 113, 0]
 
 
 def test_asking_whether_a_step_can_be_planned_ahead_changes_nothing():
@@ -507,7 +513,7 @@ def test_a_preempted_text_is_forgotten_until_it_runs_again():
     while not kept:
         world.step()
         waiting = [s for s in world.scheduler._queues.prompts if s.was_preempted]
-        kept = [s.drafts.index.num_kept for s in waiting if s.drafts is not None]
+        kept = [num_kept(sequence) for sequence in waiting]
     assert kept == [0]
     world.run()
     assert world.tokens("a") == world.tokens("b") == [0] * 40

@@ -44,7 +44,13 @@ async def test_fields_of_drawing_have_no_effect_and_are_named():
         served.says("a")
         plain = await served.chat(use_beam_search=True, max_tokens=5)
         sampling = served.generator.requests[-1].prompt.sampling
-        drawing = {"temperature": 0.7, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 4}
+        drawing: dict[str, Any] = {
+            "temperature": 0.7,
+            "top_p": 0.5,
+            "top_k": 3,
+            "min_p": 0.1,
+            "seed": 4,
+        }
         reply = await served.chat(use_beam_search=True, max_tokens=5, **drawing)
         assert served.generator.requests[-1].prompt.sampling == sampling
         assert reply.headers["x-baton-ignored"] == "min_p, seed, temperature, top_k, top_p"
