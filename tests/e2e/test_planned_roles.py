@@ -12,7 +12,7 @@ from tests.e2e.served import Served, assert_at_rest, eventually, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-MAX_TOKENS = 200
+MAX_TOKENS = 100
 SETTINGS = {
     "BATON_ROLES_PLANNER": "on",
     "BATON_ROLES_TBT_TARGET_S": "1",
