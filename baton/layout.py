@@ -12,6 +12,7 @@ neighbouring ranks hold the same ones:
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from baton.ids import LayerName
@@ -20,7 +21,7 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 SPARE_BLOCKS = 1
 """Pages at the end of every arena that its engine never hands out. They belong to no sequence: a peer that opens a way into
 the arena writes there to see whether the way is good, and how fast."""
-_CONTENT = ("model_fingerprint", "dtype", "block_tokens", "head_dim")
+_CONTENT = ("model_fingerprint", "dtype", "block_tokens", "head_dim", "drafter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class KvLayout:
         tp_size: Tensor-parallel ranks the heads are spread over.
         tp_rank: Which of them this is.
         kv_head_replicas: Ranks that hold the same heads: 1 unless there are fewer heads than ranks.
+        drafter: Fingerprint of a draft model whose KV stands in the layers behind the model's own; empty without one.
     """
 
     model_fingerprint: str
@@ -49,6 +51,7 @@ class KvLayout:
     tp_size: int = 1
     tp_rank: int = 0
     kv_head_replicas: int = 1
+    drafter: str = ""
 
     @property
     def total_kv_heads(self) -> int:
@@ -89,12 +92,16 @@ class KvLayout:
 
     def digest(self) -> str:
         """A short hash that is equal exactly for equal layouts."""
-        return _hash([(f.name, getattr(self, f.name)) for f in fields(self)])
+        return self._hash(f.name for f in fields(self))
 
     def content_digest(self) -> str:
         """A short hash of what a page of all ranks together holds: the same however heads and layers are spread."""
-        names = (*_CONTENT, "total_kv_heads")
-        return _hash([(name, getattr(self, name)) for name in names])
+        return self._hash((*_CONTENT, "total_kv_heads"))
+
+    def _hash(self, names: Iterable[str]) -> str:
+        """Without a drafter, what it was when there were none: workers of both releases go together."""
+        named = [(n, getattr(self, n)) for n in names if n != "drafter" or self.drafter]
+        return hashlib.blake2b(repr(named).encode(), digest_size=8).hexdigest()
 
     def difference(self, other: "KvLayout") -> str | None:
         """Names the first thing that keeps pages from being handed from one to the other, or None when nothing does.
@@ -127,7 +134,3 @@ class KvLayout:
         if not self.layers or len(set(self.layers)) < len(self.layers):
             return "layers: none, or one of them twice"
         return None
-
-
-def _hash(named: list[tuple[str, object]]) -> str:
-    return hashlib.blake2b(repr(named).encode(), digest_size=8).hexdigest()

@@ -9,14 +9,15 @@ import psutil
 import torch
 
 from baton.config.schema import EngineConfig, GrammarConfig, ModelConfig
-from baton.config.speculative import read_speculative
+from baton.config.speculative import DraftModelSpeculation, Speculation, read_speculative
 from baton.errors import ConfigError
 from baton.layout import SPARE_BLOCKS, KvLayout
-from baton_engine.cache.arena import KvArena, PageKernels, page_kernels
+from baton_engine.cache.arena import DrafterPages, KvArena, PageKernels, page_kernels
 from baton_engine.cache.budget import ArenaDemand, affordable_on_cpu, affordable_on_gpu, num_blocks
 from baton_engine.compiling import check_compile, compile_glue
 from baton_engine.cuda_graphs import CudaGraphs, DecodeGraphs
 from baton_engine.device import arena_buffer, choose_device, computing_on, gpu_kind, weigh_gpu
+from baton_engine.draft_model import DraftModel
 from baton_engine.host import ThreadEngineHost
 from baton_engine.kernels.cpu.product_choice import Bfloat16Product, choose_product
 from baton_engine.kernels.ports import BatchInvariant
@@ -34,6 +35,7 @@ from baton_engine.models.config import (
     resolve_model,
 )
 from baton_engine.models.decoder import Decoder
+from baton_engine.models.draft_spec import check_draft_length, load_draft_spec
 from baton_engine.models.loader import load_decoder
 from baton_engine.ports import (
     ArenaAllocator,
@@ -45,6 +47,7 @@ from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.warm_up import warm_up
 
 if TYPE_CHECKING:
     from baton_engine.grammar import MatcherCompiler
@@ -116,36 +119,33 @@ def build_engine(
     given = memory.allocate(choice.layout.region_bytes(pages), choice.device.index)
     arena = KvArena(choice.layout, pages, arena_buffer(given))
     progress("preparing kernels", None)
-    decoder = load_decoder(
-        choice.path,
-        choice.spec,
-        choice.dtype,
-        choice.device,
-        progress,
-        quantization=model.quantization,
-        kv_dtype=choice.kv_dtype,
-        fixed_rows=config.deterministic,
-        product=choice.product,
-    )
+    decoder = _load(choice.path, choice.spec, choice, model, config, progress)
     if config.compile:
         decoder = compile_glue(decoder)
     apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
     graphs = _graphs(decoder, arena, limits, config)
+    drafter = _drafter(choice, arena, limits, model, config, progress, apart=apart)
     progress("reading the tokenizer", None)
     grammars = None if grammar is None else _grammar_compiler(choice, grammar)
-    most_rows = None if graphs is None else _most_rows(limits, config)
+    most_rows = None if graphs is None else _most_rows(limits, choice.speculation)
     scheduler = _scheduler(limits, choice, config, secret, most_rows)
+    runner = ModelRunner(decoder, arena, sink, graphs, drafter=drafter, one_by_one=apart)
+    moving = page_kernels(arena)
+    if choice.device.type == "cuda":
+        progress("computing the first steps", None)
+        warm_up(runner, block_tokens=choice.layout.block_tokens, page_kernels=moving)
     host = ThreadEngineHost(
         scheduler,
-        ModelRunner(decoder, arena, sink, graphs, one_by_one=apart),
+        runner,
         grammars=grammars,
+        drafter=drafter,
         ahead=choice.device.type != "cpu" if config.plan_ahead is None else config.plan_ahead,
     )
     return BuiltEngine(
         host=host,
         layout=choice.layout,
         limits=limits,
-        page_kernels=page_kernels(arena),
+        page_kernels=moving,
         grammar_counts=None if grammars is None else grammars.counts,
         speculation_counts=scheduler.speculation_counts,
     )
@@ -162,6 +162,62 @@ class _Choice:
     product: Bfloat16Product
     kv_dtype: torch.dtype
     layout: KvLayout
+    speculation: Speculation | None
+    drafter: tuple[Path, ModelSpec] | None
+
+
+def _load(
+    path: Path,
+    spec: ModelSpec,
+    choice: _Choice,
+    model: ModelConfig,
+    config: EngineConfig,
+    progress: Progress,
+) -> Decoder:
+    return load_decoder(
+        path,
+        spec,
+        choice.dtype,
+        choice.device,
+        progress,
+        quantization=model.quantization,
+        kv_dtype=choice.kv_dtype,
+        fixed_rows=config.deterministic,
+        product=choice.product,
+    )
+
+
+def _drafter(
+    choice: _Choice,
+    arena: KvArena,
+    limits: EngineLimits,
+    model: ModelConfig,
+    config: EngineConfig,
+    progress: Progress,
+    *,
+    apart: bool,
+) -> DraftModel | None:
+    """The second model, where there is to be one."""
+    if choice.drafter is None:
+        return None
+    path, spec = choice.drafter
+    progress("loading the draft model", None)
+    decoder = _load(path, spec, choice, model, config, progress)
+    pages = DrafterPages(
+        arena,
+        first_layer=choice.spec.num_layers,
+        num_layers=spec.num_layers,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+    )
+    return DraftModel(
+        decoder,
+        arena,
+        pages,
+        eos_token_ids=choice.spec.eos_token_ids,
+        graphs=_graphs(decoder, arena, limits, config, pages),
+        one_by_one=apart,
+    )
 
 
 def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
@@ -169,13 +225,23 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
     check_compile(config, device)
     path = resolve_model(model.model, model.revision)
     spec = load_spec(path)
-    product = choose_product(config.cpu_product, device)
+    product = choose_product(
+        config.cpu_product,
+        device,
+        is_used="bfloat16" in (spec.dtype, model.dtype),
+        must_agree=config.deterministic,
+    )
     dtype = choose_dtype(spec, model.dtype, device, product)
     check_quantization(model.quantization, device, dtype)
     spec = quantised(spec, model.quantization)
     if config.deterministic:
         check_deterministic(device, dtype)
         spec = pinned(spec, gpu_kind(device) or product)
+    speculation = read_speculative(config.speculative_config)
+    drafter = None
+    if isinstance(speculation, DraftModelSpeculation):
+        draft_path, draft_spec = load_draft_spec(speculation, spec, path)
+        drafter = draft_path, quantised(draft_spec, model.quantization)
     widened = is_widened(spec, model.dtype, dtype)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device, widened=widened)
     return _Choice(
@@ -185,7 +251,11 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
         dtype=dtype,
         product=product,
         kv_dtype=kv_dtype,
-        layout=kv_layout(spec, kv_dtype, config.block_size or _block_tokens(device)),
+        layout=kv_layout(
+            spec, kv_dtype, config.block_size or _block_tokens(device), drafter and drafter[1]
+        ),
+        speculation=speculation,
+        drafter=drafter,
     )
 
 
@@ -208,7 +278,7 @@ def _scheduler(
             preemption=config.preemption,
             output_headroom=config.output_headroom,
         ),
-        speculation=read_speculative(config.speculative_config),
+        speculation=choice.speculation,
         most_rows=most_rows,
     )
 
@@ -223,7 +293,11 @@ def _grammar_compiler(choice: _Choice, config: GrammarConfig) -> "MatcherCompile
 
 
 def _graphs(
-    decoder: Decoder, arena: KvArena, limits: EngineLimits, config: EngineConfig
+    decoder: Decoder,
+    arena: KvArena,
+    limits: EngineLimits,
+    config: EngineConfig,
+    pages: DrafterPages | None = None,
 ) -> DecodeGraphs | None:
     """None where kernels cannot be captured: on a CPU, and where torch serves for them."""
     asks_host = isinstance(decoder.kernels, ReferenceKernels)
@@ -233,15 +307,15 @@ def _graphs(
         return DecodeGraphs(
             decoder,
             arena,
-            most_rows=_most_rows(limits, config),
+            most_rows=_most_rows(limits, read_speculative(config.speculative_config)),
             table_width=limits.num_blocks_for(limits.max_model_len),
             backend=CudaGraphs(),
+            pages=pages,
         )
 
 
-def _most_rows(limits: EngineLimits, config: EngineConfig) -> int:
+def _most_rows(limits: EngineLimits, speculation: Speculation | None) -> int:
     """Of a step that is repeated from a graph: drafts have rows of their own, and pay where few texts are decoded."""
-    speculation = read_speculative(config.speculative_config)
     if speculation is None:
         return limits.max_running
     return max(limits.max_running, _TEXTS_WITH_DRAFTS * (1 + speculation.num_speculative_tokens))
@@ -255,10 +329,12 @@ def _affordable(choice: _Choice, config: EngineConfig, sharers: int) -> int:
     """Bytes that pages may take unasked."""
     if choice.device.type == "cpu":
         return affordable_on_cpu(config, psutil.virtual_memory().available)
+    paths = [choice.path] if choice.drafter is None else [choice.path, choice.drafter[0]]
+    num_weights = sum(read_checkpoint(path).num_elements for path in paths)
     return affordable_on_gpu(
         config,
         total_bytes=weigh_gpu(choice.device),
-        weights_bytes=read_checkpoint(choice.path).num_elements * choice.dtype.itemsize,
+        weights_bytes=num_weights * choice.dtype.itemsize,
         sharers=sharers,
     )
 
@@ -274,6 +350,8 @@ def _limits(
             param="model.max_model_len",
         )
     max_model_len = model.max_model_len or longest
+    if choice.drafter is not None:
+        check_draft_length(choice.drafter[1], max_model_len)
     demand = ArenaDemand(
         layout=layout,
         max_model_len=max_model_len,

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from baton_engine.cache.arena import KvArena
+from baton_engine.cache.arena import DrafterPages, KvArena
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.splits import Splits
 from baton_engine.models.decoder import Decoder, DecoderInput
@@ -67,6 +67,7 @@ class DecodeGraphs:
     Args:
         model: Its kernels ask nothing of the host, and cut the contexts of decodes (`KernelSet.split_rule`).
         arena: The pages; captured by address.
+        pages: Of `arena`, which the model computes with; None for all of it.
         most_rows: Steps of more rows are not taken.
         table_width: Pages of the longest sequence.
         backend: Captures.
@@ -80,25 +81,35 @@ class DecodeGraphs:
         most_rows: int,
         table_width: int,
         backend: GraphBackend,
+        pages: DrafterPages | None = None,
     ) -> None:
         self._model = model
-        self._arena = arena
+        self._pages = arena if pages is None else pages
         self._table_width = table_width
         self._rule = model.kernels.split_rule(model.spec.num_kv_heads)
         self._builder = InputBuilder(
-            arena.layout.block_tokens, arena.num_blocks, model.device, self._rule
+            arena.layout.block_tokens,
+            arena.num_blocks,
+            model.device,
+            self._rule,
+            page_stride=1 if pages is None else pages.stride,
         )
         self._sizes = bucket_sizes(most_rows)
+        # One for all graphs: with a large vocabulary those of each would take more than half a gigabyte together.
+        self._logits = torch.empty(
+            most_rows, model.spec.vocab_size, dtype=torch.float32, device=model.device
+        )
         # The largest first: the others fit into the memory that it took.
         self._buckets = {size: self._capture(size, backend) for size in reversed(self._sizes)}
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the step can be repeated from a graph: it draws one token after each row, and fetches and exports nothing."""
-        return (
-            0 < len(plan.rows) <= self._sizes[-1]
-            and not plan.fetches
-            and not plan.exports
-            and all(row.num_tokens == 1 and row.samples and not row.num_scored for row in plan.rows)
+        return not plan.fetches and not plan.exports and self.takes_rows(plan.rows)
+
+    def takes_rows(self, rows: Sequence[Row]) -> bool:
+        """The same, of what a step computes."""
+        return 0 < len(rows) <= self._sizes[-1] and all(
+            row.num_tokens == 1 and row.samples and not row.num_scored for row in rows
         )
 
     @torch.inference_mode()
@@ -120,7 +131,7 @@ class DecodeGraphs:
         inputs = self._static(size)
 
         def work() -> Scored:
-            logits = self._model.forward(inputs, self._arena)
+            logits = self._model.forward(inputs, self._pages, out=self._logits[:size])
             return Scored(logits=logits, greedy=self._model.greedy(logits))
 
         return _Bucket(inputs=inputs, repeat=backend.capture(work))
@@ -167,24 +178,28 @@ def _overwrite(inputs: DecoderInput, step: DecoderInput) -> None:
 
 
 class CudaGraphs:
-    """A `GraphBackend` over torch's; all graphs share one pool of memory, since one runs at a time."""
+    """A `GraphBackend` over torch's; all graphs share one pool of memory, since one runs at a time, and are captured on one stream, since
+    torch keeps memory for products, 32 MiB of it, for each that it has seen.
+    """
 
     _WARM_UPS = 2
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         """See `GraphBackend.capture`. What is compiled or allocated at first use is so before the capture."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(self._WARM_UPS):
                 work()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads, which hand pages off, may go on calling the driver meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             output = work()
 
         def repeat() -> T:

@@ -12,7 +12,7 @@ from baton.story import StoryEntry
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Command, StepEvents
 from baton_engine.ports import BlockSink, GrammarCompiler, KvSource
-from baton_engine.scheduling.plan import StepRunner
+from baton_engine.scheduling.plan import Drafter, StepRunner
 from baton_engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ class ThreadEngineHost:
         runner: Likewise.
         clock: For `progress_s`.
         grammars: See `EngineLoop`; closed with the host.
+        drafter: See `EngineLoop`; owned by the engine thread like the runner.
         ahead: See `EngineLoop`.
     """
 
@@ -38,6 +39,7 @@ class ThreadEngineHost:
         clock: Clock | None = None,
         *,
         grammars: GrammarCompiler | None = None,
+        drafter: Drafter | None = None,
         ahead: bool = False,
     ) -> None:
         self._listener: Listener = _unheard
@@ -48,6 +50,7 @@ class ThreadEngineHost:
             emit=lambda told: self._listener(told),
             clock=clock or MonotonicClock(),
             grammars=grammars,
+            drafter=drafter,
             ahead=ahead,
         )
         self._grammars = grammars

@@ -8,13 +8,20 @@ With `ahead`, the next step is planned and launched before the outcome of the la
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 from baton.clock import Clock
-from baton.errors import BatonError, EngineError, InvariantError, UnsupportedParameterError
+from baton.errors import (
+    BatonError,
+    DeviceLostError,
+    EngineError,
+    InvariantError,
+    UnsupportedParameterError,
+)
 from baton.generation import TokenLogprobs, WorkerLoad
 from baton.ids import SeqId
 from baton_engine.messages import (
@@ -31,7 +38,15 @@ from baton_engine.messages import (
     StepEvents,
 )
 from baton_engine.ports import BlockSink, GrammarCompiler, KvSource, TokenConstraint
-from baton_engine.scheduling.plan import NO_TOKEN, Launched, Row, StepPlan, StepResult, StepRunner
+from baton_engine.scheduling.plan import (
+    NO_TOKEN,
+    Drafter,
+    Launched,
+    Row,
+    StepPlan,
+    StepResult,
+    StepRunner,
+)
 from baton_engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -99,7 +114,7 @@ class EngineLoop:
     """Drains commands, schedules, executes, applies, tells; sleeps on its inbox when nothing can run.
 
     A row that the runner reports as failed ends its own sequence. A step that raises is executed again row by row, so that
-    only the sequences that cannot be computed fail. Any other exception ends the loop and stays visible in `failure`.
+    only the sequences that cannot be computed fail. A lost device and any exception from elsewhere end the loop and stay visible in `failure`.
 
     Args:
         scheduler: Owned by the loop from now on.
@@ -108,6 +123,7 @@ class EngineLoop:
             so that a hand-off can be prepared while the step computes.
         clock: For `progress_s`.
         grammars: Compiles the grammars of prompts, which wait for it; no other prompt does. None where grammars are refused.
+        drafter: Guesses tokens before steps are planned; None where no model does.
         ahead: Launch a step that can be planned ahead behind the one that is computed. A command that comes meanwhile waits
             for both.
     """
@@ -120,9 +136,12 @@ class EngineLoop:
         clock: Clock,
         *,
         grammars: GrammarCompiler | None = None,
+        drafter: Drafter | None = None,
         ahead: bool = False,
     ) -> None:
         self._scheduler = scheduler
+        self._drafter = drafter
+        self._is_drafter_failing = False
         self._runner = runner
         self._emit = emit
         self._clock = clock
@@ -200,9 +219,27 @@ class EngineLoop:
         events = self._drain()
         if self._is_closing:
             return None
+        if self._drafter is not None:
+            self._draft(self._drafter)
         plan, started = self._scheduler.schedule(self._clock.now_s())
         self._emit_events(self._scheduler.step, events + started)
         return None if plan is None else self._launch(plan)
+
+    def _draft(self, drafter: Drafter) -> None:
+        """Has tokens guessed for the step to come. Where that fails it goes on without."""
+        begun_s = self._clock.now_s()
+        plan = self._scheduler.plan_drafts(begun_s)
+        if plan is None:
+            return
+        self._busy_since_s = begun_s
+        proposed: SequenceOf[SequenceOf[int]] | None = None
+        try:
+            proposed = drafter.draft(plan)
+        except Exception as error:
+            if not self._is_drafter_failing:
+                logger.exception("the draft model failed, no tokens are guessed: %s", error)
+        self._is_drafter_failing = proposed is None
+        self._scheduler.drafted(plan, proposed, self._clock.now_s() - begun_s)
 
     def _begin_ahead(self) -> _Begun | None:
         """The step after the one in flight; None where it has to wait for that one, or a command has come."""
@@ -225,6 +262,8 @@ class EngineLoop:
         plan = begun.plan
         try:
             result = begun.collect()
+        except DeviceLostError:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the other rows
             logger.warning("step %d failed, its rows are computed anew: %s", plan.step, error)
             self._withdraw_next()
@@ -248,6 +287,8 @@ class EngineLoop:
             return
         try:
             following.collect()  # until then it may be writing
+        except DeviceLostError:
+            raise
         except Exception as error:  # noqa: BLE001 - its rows are computed anew
             logger.warning("step %d failed too: %s", following.plan.step, error)
         self._scheduler.withdraw(following.plan)
@@ -356,6 +397,8 @@ def execute_row_by_row(runner: StepRunner, plan: StepPlan) -> StepResult:
 def _execute_alone(runner: StepRunner, plan: StepPlan) -> StepResult:
     try:
         return runner.execute(plan)
+    except DeviceLostError:
+        raise
     except Exception as error:
         logger.exception("a row of step %d failed", plan.step)
         (row,) = plan.rows

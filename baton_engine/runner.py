@@ -6,12 +6,13 @@ from functools import cached_property, partial
 
 import torch
 
-from baton.errors import BatonError, EngineError
+from baton.errors import BatonError, DeviceLostError, EngineError
 from baton.generation import TokenLogprobs
 from baton.pages import FetchOutcome
 from baton_engine.cache.arena import KvArena
 from baton_engine.cuda_graphs import DecodeGraphs
 from baton_engine.device import computing_on, layer_marker, wait_for
+from baton_engine.draft_model import DraftModel
 from baton_engine.layer_hooks import KvLayerHooks
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.inputs import InputBuilder, Unseen
@@ -32,6 +33,7 @@ class ModelRunner:
         arena: Pages on the same device.
         sink: Told after each layer which pages may leave; None where nothing is handed off.
         graphs: Of the same model and arena, for the steps that they take; None where there are none.
+        drafter: Computes its KV of prompts in the same steps; None where there is none.
         one_by_one: See `InputBuilder`.
     """
 
@@ -42,12 +44,14 @@ class ModelRunner:
         sink: LayerSink | None = None,
         graphs: DecodeGraphs | None = None,
         *,
+        drafter: DraftModel | None = None,
         one_by_one: bool = False,
     ) -> None:
         self._model = model
         self._arena = arena
         self._sink = sink
         self._graphs = graphs
+        self._drafter = drafter
         self._mark = layer_marker(model.device)
         self._source: KvSource | None = None
         self._inputs = InputBuilder(
@@ -115,6 +119,8 @@ class ModelRunner:
         hooks = KvLayerHooks(plan, self._source, self._sink, self._mark)
         with hooks:
             hidden = self._model.hidden(step, self._arena, hooks.between_layers)
+            if self._drafter is not None:
+                self._drafter.compute_prompts(plan.rows, hooks.between_layers)
         return hidden, hooks.outcome
 
     def _sampling(self, hidden: torch.Tensor, rows: list[Row]) -> Callable[[], Draws]:
@@ -124,9 +130,15 @@ class ModelRunner:
 
 @contextmanager
 def _named(plan: StepPlan) -> Iterator[None]:
-    """Faults of torch and of what it was given, as those of the step."""
+    """Faults of torch and of what it was given, as those of the step; those after which a GPU computes nothing more, as its loss.
+
+    What a kernel did wrong is told by whatever call comes next. So a step that breaks off waits for the GPU (`computing_on`), and is told the
+    same again where the GPU is lost. Want of memory is no such fault.
+    """
     try:
         yield
+    except torch.AcceleratorError as error:
+        raise DeviceLostError(f"the GPU failed in step {plan.step}: {error}") from error
     except (RuntimeError, IndexError, ValueError) as error:
         raise EngineError(f"step {plan.step} failed: {error}") from error
 

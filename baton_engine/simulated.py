@@ -12,7 +12,8 @@ from functools import cache, partial
 from pathlib import Path
 
 from baton.config.schema import EngineConfig, ModelConfig, SimulatedConfig
-from baton.config.speculative import read_speculative
+from baton.config.speculative import DraftModelSpeculation, read_speculative
+from baton.errors import ConfigError
 from baton.generation import TokenLogprobs
 from baton.ids import LayerName
 from baton.layout import SPARE_BLOCKS, KvLayout
@@ -169,7 +170,12 @@ def build_simulated(
 
     Raises:
         OutOfMemoryError: The pages do not fit this machine.
+        ConfigError: Tokens are to be guessed by a model.
     """
+    speculation = read_speculative(config.speculative_config)
+    if isinstance(speculation, DraftModelSpeculation):
+        param = "engine.speculative_config.method"
+        raise ConfigError(f"{param}: a simulated worker has no draft model", param=param)
     vocab_size, longest = _sizes(Path(model.model))
     layout = KvLayout(
         model_fingerprint=f"simulated {model.served_model_name}",
@@ -206,7 +212,7 @@ def build_simulated(
             preemption=config.preemption,
             output_headroom=config.output_headroom,
         ),
-        speculation=read_speculative(config.speculative_config),
+        speculation=speculation,
     )
     runner = SimulatedRunner(speed, vocab_size=vocab_size, sink=sink)
     return SimulatedEngine(host=ThreadEngineHost(scheduler, runner), layout=layout, limits=limits)

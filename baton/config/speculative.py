@@ -5,11 +5,14 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 
-METHODS = ("ngram",)
-_OTHER_METHODS = ("suffix", "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
+_OTHER_METHODS = ("suffix", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
 """Of vLLM's, which this engine has not got."""
 
-_FIELDS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+_FIELDS = {
+    "ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+    "draft_model": ("method", "num_speculative_tokens", "model", "revision"),
+}
+METHODS = tuple(_FIELDS)
 _PATH = "engine.speculative_config"
 MOST_DRAFTS = 32
 """Of one sequence in one step. What is worth computing is far less; it bounds rows and pages of a step."""
@@ -33,7 +36,25 @@ class NgramSpeculation:
     prompt_lookup_min: int
 
 
-def read_speculative(config: Mapping[str, object]) -> NgramSpeculation | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelSpeculation:
+    """Drafts are drawn by a second, smaller model of the same vocabulary (Leviathan et al. 2023).
+
+    Attributes:
+        num_speculative_tokens: The most drafts of a sequence in a step.
+        model: A directory, or an id of the Hugging Face hub.
+        revision: Of the hub's model; None for its main one.
+    """
+
+    num_speculative_tokens: int
+    model: str
+    revision: str | None = None
+
+
+Speculation = NgramSpeculation | DraftModelSpeculation
+
+
+def read_speculative(config: Mapping[str, object]) -> Speculation | None:
     """What `engine.speculative_config` asks for; None where it is empty.
 
     Raises:
@@ -44,20 +65,31 @@ def read_speculative(config: Mapping[str, object]) -> NgramSpeculation | None:
     method = config.get("method")
     if method in _OTHER_METHODS:
         raise _refused("method", f"{method} is not built, only {', '.join(METHODS)}")
-    if method not in METHODS:
-        raise _refused("method", f"must be {', '.join(METHODS)}")
+    if not isinstance(method, str) or method not in METHODS:
+        raise _refused("method", f"must be {' or '.join(METHODS)}")
     for name in config:
-        if name not in _FIELDS:
+        if name not in _FIELDS[method]:
             raise _refused(name, f"is no setting of the method {method}")
+    num_drafts = _number(config, "num_speculative_tokens", MOST_DRAFTS)
+    if num_drafts is None:
+        raise _refused("num_speculative_tokens", "must be given")
+    if method == "ngram":
+        return _ngram(config, num_drafts)
+    model = _text(config, "model")
+    if not model:
+        raise _refused("model", "must be given")
+    return DraftModelSpeculation(
+        num_speculative_tokens=num_drafts, model=model, revision=_text(config, "revision")
+    )
+
+
+def _ngram(config: Mapping[str, object], num_drafts: int) -> NgramSpeculation:
     longest = _number(config, "prompt_lookup_max", LONGEST_NGRAM)
     shortest = _number(config, "prompt_lookup_min", LONGEST_NGRAM)
     longest = longest or shortest or _DEFAULT_NGRAM
     shortest = shortest or longest
     if shortest > longest:
         raise _refused("prompt_lookup_min", f"must not be above prompt_lookup_max ({longest})")
-    num_drafts = _number(config, "num_speculative_tokens", MOST_DRAFTS)
-    if num_drafts is None:
-        raise _refused("num_speculative_tokens", "must be given")
     return NgramSpeculation(
         num_speculative_tokens=num_drafts, prompt_lookup_max=longest, prompt_lookup_min=shortest
     )
@@ -69,6 +101,13 @@ def _number(config: Mapping[str, object], name: str, most: int) -> int | None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise _refused(name, f"must be a whole number from 1 to {most}, got {value!r}")
+    return value
+
+
+def _text(config: Mapping[str, object], name: str) -> str | None:
+    value = config.get(name)
+    if value is not None and not isinstance(value, str):
+        raise _refused(name, f"must be a text, got {value!r}")
     return value
 
 

@@ -75,6 +75,7 @@ def layout_to_proto(layout: KvLayout) -> pb.KvLayout:
         tp_size=layout.tp_size,
         tp_rank=layout.tp_rank,
         kv_head_replicas=layout.kv_head_replicas,
+        drafter=layout.drafter,
     )
 
 
@@ -90,6 +91,7 @@ def layout_from_proto(message: pb.KvLayout) -> KvLayout:
         tp_size=message.tp_size,
         tp_rank=message.tp_rank,
         kv_head_replicas=message.kv_head_replicas,
+        drafter=message.drafter,
     )
 
 

@@ -148,7 +148,8 @@ FLAGS: tuple[Flag, ...] = (
     _flag(
         "--speculative-config",
         path="engine.speculative_config",
-        help='guess tokens that one step confirms: {"method": "ngram", "num_speculative_tokens": 5}',
+        help='guess tokens that one step confirms: {"method": "ngram", "num_speculative_tokens": 5}'
+        ' or {"method": "draft_model", "model": PATH, "num_speculative_tokens": 3}',
         metavar="JSON",
     ),
     _flag(

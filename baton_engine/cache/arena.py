@@ -90,6 +90,42 @@ class KvArena:
             copy_pages(pages, sources.tensor, targets.tensor)
 
 
+class DrafterPages:
+    """The pages of an arena as a draft model sees them: its layers stand behind the model's own, several of them in one of the arena where
+    each takes less.
+
+        arena     layer 0 .. 31 the model's | layer 32  page 0 [draft 0, draft 1]  page 1 [draft 0, draft 1] ..
+
+    A drafter's layer begins at its part of page 0, and its pages are as large as that part: page i of the arena is its page `stride * i`.
+
+    Args:
+        arena: All pages.
+        first_layer: Of the arena, behind the model's.
+        num_layers: Of the drafter.
+        kv_heads: Of the drafter.
+        head_dim: Of the drafter; its heads take a whole fraction of what the model's take.
+
+    Attributes:
+        stride: See above.
+    """
+
+    def __init__(
+        self, arena: KvArena, *, first_layer: int, num_layers: int, kv_heads: int, head_dim: int
+    ) -> None:
+        layout = arena.layout
+        self.stride = layout.num_kv_heads * layout.head_dim // (kv_heads * head_dim)
+        page = (kv_heads, 2, layout.block_tokens, head_dim)
+        self._layers: list[torch.Tensor] = []
+        for index in range(num_layers):
+            layer, part = divmod(index, self.stride)
+            parts = arena.layer(first_layer + layer).view(-1, *page)
+            self._layers.append(parts[part:])
+
+    def layer(self, index: int) -> torch.Tensor:
+        """One layer's pages; a view, never a copy."""
+        return self._layers[index]
+
+
 def _as_tensor(buffer: memoryview | torch.Tensor) -> torch.Tensor:
     return (
         buffer if isinstance(buffer, torch.Tensor) else torch.frombuffer(buffer, dtype=torch.uint8)
@@ -107,6 +143,11 @@ class PageKernels:
 
     mover: "PageKernel"
     sums: "PageSums"
+
+    def warm_up(self) -> None:
+        """Compiles and loads both, for whole pages. Blocks."""
+        self.sums.of_layer(0, [0])
+        self.mover.warm_up(self.sums.page_bytes)
 
 
 def page_kernels(arena: KvArena) -> PageKernels | None:

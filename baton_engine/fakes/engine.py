@@ -16,8 +16,8 @@ from baton_engine.loop import EngineLoop
 from baton_engine.messages import Command, StepEvents
 from baton_engine.ports import BlockSink, KvSource, LayerSink
 from baton_engine.scheduling.limits import EngineLimits
-from baton_engine.scheduling.plan import Launched, Row, StepPlan, StepResult
-from baton_engine.scheduling.request import Sequence
+from baton_engine.scheduling.plan import DraftPlan, Launched, Row, StepPlan, StepResult
+from baton_engine.scheduling.request import Sequence, State
 from baton_engine.scheduling.scheduler import Scheduler
 
 _MODULUS = 2**61 - 1
@@ -34,22 +34,34 @@ class FakeRunner:
         limits: Of the engine; sizes the arena and the vocabulary.
         sink: Told of exported pages, once per layer.
         num_layers: How many layers the sink hears of.
+        has_drafter: Whether it is a `Drafter` too.
+        drafts_wrongly: Then guesses another token at every place that this divides; 0 for never.
 
     Attributes:
         pages: The arena: per page one hash per token.
+        drafter_pages: The drafter's part of it: the same hashes.
         plans: The last 1000 executed plans.
         failing: Sequences whose rows raise.
     """
 
     def __init__(
-        self, limits: EngineLimits, *, sink: LayerSink | None = None, num_layers: int = 1
+        self,
+        limits: EngineLimits,
+        *,
+        sink: LayerSink | None = None,
+        num_layers: int = 1,
+        has_drafter: bool = False,
+        drafts_wrongly: int = 0,
     ) -> None:
         self._block_tokens = limits.block_tokens
         self._vocab_size = limits.vocab_size
         self._sink = sink
         self._num_layers = num_layers
+        self._has_drafter = has_drafter
+        self._drafts_wrongly = drafts_wrongly
         self._source: KvSource | None = None
         self.pages = [[_BLANK] * limits.block_tokens for _ in range(limits.num_blocks)]
+        self.drafter_pages = [list(page) for page in self.pages]
         self.plans: deque[StepPlan] = deque(maxlen=1000)
         self.failing: set[SeqId] = set()
         self._last_tokens: SequenceOf[int] = ()
@@ -76,6 +88,7 @@ class FakeRunner:
         self.plans.append(plan)
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
+            self.drafter_pages[target] = list(self.drafter_pages[source])
         hooks = KvLayerHooks(plan, self._source, self._sink)
         with hooks:
             tokens = self._run_layers(plan, hooks)
@@ -106,16 +119,48 @@ class FakeRunner:
         seq = row.seq
         if seq.seq_id in self.failing:
             raise EngineError(f"sequence {seq.seq_id} was told to fail")
-        kv = self._read(seq.blocks, row.start - 1) if row.start else 0
-        for position, token in enumerate(row.computed, row.start):
+        kv = self._write(self.pages, seq.blocks, row.start, row.computed)
+        if self._has_drafter and seq.state is State.PREFILLING:
+            self._write(self.drafter_pages, seq.blocks, row.start, row.computed)
+        return [self._drawn(kv, sample) for sample in row.samples]
+
+    def draft(self, plan: DraftPlan) -> list[list[int]]:
+        """See Drafter. Reads and writes the drafter's pages alone."""
+        proposed: list[list[int]] = []
+        for row in plan.rows:
+            seq, start, drafts = row.seq, row.start, list[int]()
+            tokens = seq.tokens[start : start + row.num_tokens]
+            while len(drafts) < row.count or tokens:
+                kv = self._write(self.drafter_pages, seq.blocks, start, tokens)
+                start, tokens = start + len(tokens), []
+                if len(drafts) < row.count:
+                    wrong = bool(self._drafts_wrongly) and start % self._drafts_wrongly == 0
+                    drafts.append((self._drawn(kv, seq.sample) + wrong) % self._vocab_size)
+                    tokens = drafts[-1:] if len(drafts) < row.count else []
+            proposed.append(drafts)
+        return proposed
+
+    def _drawn(self, kv: int, sample: int) -> int:
+        return _mix(kv, ~sample) % self._vocab_size
+
+    def _write(
+        self,
+        pages: list[list[int]],
+        blocks: list[BlockId],
+        start: int,
+        tokens: SequenceOf[int],
+    ) -> int:
+        """The KV of the last of `tokens`, all of which are written from `start` on."""
+        kv = self._read(pages, blocks, start - 1) if start else 0
+        for position, token in enumerate(tokens, start):
             kv = _mix(kv, token)
             page, slot = divmod(position, self._block_tokens)
-            self.pages[seq.blocks[page]][slot] = kv
-        return [_mix(kv, ~sample) % self._vocab_size for sample in row.samples]
+            pages[blocks[page]][slot] = kv
+        return kv
 
-    def _read(self, blocks: list[BlockId], position: int) -> int:
+    def _read(self, pages: list[list[int]], blocks: list[BlockId], position: int) -> int:
         page, slot = divmod(position, self._block_tokens)
-        kv = self.pages[blocks[page]][slot]
+        kv = pages[blocks[page]][slot]
         if kv == _BLANK:
             raise EngineError(f"page {blocks[page]} was read where nothing was written")
         return kv

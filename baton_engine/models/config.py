@@ -209,8 +209,12 @@ def is_widened(spec: ModelSpec, requested: str, dtype: torch.dtype) -> bool:
     return requested == "auto" and spec.dtype == "bfloat16" and dtype == torch.float32
 
 
-def kv_layout(spec: ModelSpec, dtype: torch.dtype, block_tokens: int) -> KvLayout:
-    """The shape of this model's KV pages when held in `dtype`, `block_tokens` tokens to a page."""
+def kv_layout(
+    spec: ModelSpec, dtype: torch.dtype, block_tokens: int, drafter: ModelSpec | None = None
+) -> KvLayout:
+    """The shape of this model's KV pages when held in `dtype`, `block_tokens` tokens to a page; a drafter's layers stand behind its own,
+    as many of them in one as have room (`baton_engine.cache.arena.DrafterPages`).
+    """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise ModelLoadError(f"KV pages cannot be held in {name}")
@@ -220,8 +224,20 @@ def kv_layout(spec: ModelSpec, dtype: torch.dtype, block_tokens: int) -> KvLayou
         block_tokens=block_tokens,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        layers=spec.layer_names,
+        layers=spec.layer_names + (() if drafter is None else _draft_layers(spec, drafter)),
+        drafter="" if drafter is None else drafter.fingerprint,
     )
+
+
+def _draft_layers(spec: ModelSpec, drafter: ModelSpec) -> tuple[LayerName, ...]:
+    per_layer = kv_elements(spec) // kv_elements(drafter)
+    count = -(-drafter.num_layers // per_layer)
+    return tuple(LayerName(f"draft.layers.{index}") for index in range(count))
+
+
+def kv_elements(spec: ModelSpec) -> int:
+    """Elements of the keys of one token in one layer."""
+    return spec.num_kv_heads * spec.head_dim
 
 
 def _family(config: JsonFields, path: Path) -> str:

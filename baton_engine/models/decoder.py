@@ -11,11 +11,10 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from baton_engine.cache.arena import KvArena
 from baton_engine.kernels.cpu.layers import CpuLayers, Flow
 from baton_engine.kernels.ports import HeadNorms, KernelSet, PagedBatch, Rotation
 from baton_engine.models.config import ModelSpec
-from baton_engine.models.linear import Projection
+from baton_engine.models.linear import Projection, WideOutput
 from baton_engine.models.rotary import RotaryEmbedding
 from baton_engine.sampling.draws import greedy_tokens
 
@@ -44,9 +43,13 @@ class LanguageHead:
 
     project: Projection
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `[num_rows, vocab]` float32 of the rows that sample, and of no others."""
-        return self.project(hidden)
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits `[num_rows, vocab]` float32 of the rows that sample, and of no others; in `out`, where that is given."""
+        if out is None:
+            return self.project(hidden)
+        if isinstance(self.project, WideOutput):
+            return self.project.into(hidden, out)
+        return out.copy_(self.project(hidden))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +136,13 @@ class LayerHooks(Protocol):
         """A layer's pages hold the step's keys and values."""
 
 
+class LayerPages(Protocol):
+    """The pages that a model computes with: a `KvArena`, or the part of one that is a drafter's."""
+
+    def layer(self, index: int) -> torch.Tensor:
+        """One layer's, `[num_blocks, num_kv_heads, 2, block_tokens, head_dim]`; a view."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
     """One layer; each half adds to the residual stream."""
@@ -184,7 +194,11 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, step: DecoderInput, arena: KvArena, hooks: LayerHooks | None = None
+        self,
+        step: DecoderInput,
+        arena: LayerPages,
+        hooks: LayerHooks | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes one step.
 
@@ -192,15 +206,16 @@ class Decoder:
             step: Its tokens.
             arena: Where KV lives; the pages of the step's rows are written.
             hooks: Called around the attention of each layer.
+            out: Where the logits go; None for memory of their own.
 
         Returns:
             Logits `[num_logits, vocab]` float32.
         """
-        return self.head(self.hidden(step, arena, hooks))
+        return self.head(self.hidden(step, arena, hooks), out)
 
     @torch.inference_mode()
     def hidden(
-        self, step: DecoderInput, arena: KvArena, hooks: LayerHooks | None = None
+        self, step: DecoderInput, arena: LayerPages, hooks: LayerHooks | None = None
     ) -> torch.Tensor:
         """The same up to the output head: `[num_logits, hidden]`, normalised."""
         residual = self.embedding(step.tokens)
@@ -231,7 +246,7 @@ class Decoder:
         layers: CpuLayers,
         flow: Flow,
         step: DecoderInput,
-        arena: KvArena,
+        arena: LayerPages,
         hooks: LayerHooks | None,
     ) -> Flow:
         """All layers at once, or one by one where hooks are called between them."""

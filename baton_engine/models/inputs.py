@@ -43,6 +43,7 @@ class InputBuilder:
         num_blocks: Pages of the arena.
         device: Where the tensors go.
         split_rule: How the kernels want the contexts of decodes to be cut, if they do.
+        page_stride: Pages of the arena count as so many in the tensors (`DrafterPages`).
         one_by_one: Give each token a row of its own, as if it were decoded: which tokens are computed together then changes
             nothing for any of them. Otherwise only tokens that were generated before have one, where `split_rule` is None:
             a text that goes on after a preemption, or elsewhere, is attended as it was when it was decoded.
@@ -55,12 +56,14 @@ class InputBuilder:
         device: torch.device,
         split_rule: SplitRule | None = None,
         *,
+        page_stride: int = 1,
         one_by_one: bool = False,
     ) -> None:
         self._block_tokens = block_tokens
         self._num_blocks = num_blocks
         self._staging = DeviceStaging(device)
         self._split_rule = split_rule
+        self._page_stride = page_stride
         self._one_by_one = one_by_one
         self._tokens = np.zeros(0, np.int64)
         self._positions = np.zeros(0, np.int64)
@@ -182,6 +185,7 @@ class InputBuilder:
             table[count:] = 0
         if int(tables.max()) >= self._num_blocks or int(tables.min()) < 0:
             raise EngineError(f"a block table names a page outside the arena's {self._num_blocks}")
+        tables *= self._page_stride
         return tables
 
     def _slots(

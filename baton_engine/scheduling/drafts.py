@@ -1,6 +1,6 @@
 """How one text may go on: where its last tokens stood before, and how often what followed there was right. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _WINDOW = 8192
 """N-grams of one text that are kept, its last ones: 2 MB at most."""
@@ -109,20 +109,37 @@ class SequenceDrafts:
     """What is known for guessing how one sequence goes on.
 
     Attributes:
-        index: Of its text.
+        index: Of its text, where drafts are looked up.
+        proposed: Drafts by a model, for the step to come.
+        num_written: Leading ones of them whose KV by that model is in the pages.
         verified: Drafts that were verified and could have been accepted, fading.
         accepted: Those of them that were, fading.
         tried_at: How long the text was when drafts were asked for last.
+        patience: By how many tokens it has to grow before they are asked for again, where they do not pay.
         are_found: Whether there were any then.
         num_accepted: Of the drafts of the step that is computed.
     """
 
-    index: NgramIndex
+    index: NgramIndex | None = None
+    proposed: list[int] = field(default_factory=list)
+    num_written: int = 0
     verified: float = _FIRST_WEIGHT
     accepted: float = _FIRST_WEIGHT * FIRST_CHANCE
     tried_at: int = 0
+    patience: int = 32
     are_found: bool = True
     num_accepted: int = 0
+
+    def taken(self) -> list[int]:
+        """The proposed ones, which are so no more."""
+        taken, self.proposed = self.proposed, []
+        return taken
+
+    def forget(self) -> None:
+        """Its pages are taken away: it may not run again for long."""
+        self.proposed = []
+        if self.index is not None:
+            self.index.clear()
 
     @property
     def chance(self) -> float:

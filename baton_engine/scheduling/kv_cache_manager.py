@@ -15,6 +15,11 @@ from baton_engine.scheduling.request import Request, Sequence
 
 Copy = tuple[BlockId, BlockId]
 
+_DRAFTER_BEHIND = 64
+"""Tokens, in whole pages, that a draft model computes at once where no drafts are asked of it: few enough to be found by the next prompt of
+a conversation, and so many that it costs next to nothing.
+"""
+
 
 class KvCacheManager:
     """Pages of sequences over one arena.
@@ -41,6 +46,7 @@ class KvCacheManager:
         self._layout = layout
         self._secret = secret
         self._share_prefixes = share_prefixes
+        self._has_drafter = bool(layout.drafter)
         self._published: list[PublishedPage] | None = None
         self.fetching: Fetching | None = None
 
@@ -82,7 +88,7 @@ class KvCacheManager:
         if self.fetching is not None and not sequence.awaits_kv:
             sequence.fetch = self.fetching.plan(sequence, keys, len(matched))
             sequence.num_external += len(sequence.fetch.keys) if sequence.fetch is not None else 0
-        sequence.num_computed = sequence.num_external * self.block_tokens
+        sequence.num_computed = sequence.num_drafted = sequence.num_external * self.block_tokens
         return True
 
     def _usable_keys(self, sequence: Sequence) -> list[BlockKey]:
@@ -132,21 +138,23 @@ class KvCacheManager:
         sequence.shares_tail = False
         return True
 
-    def append_lookahead(self, sequence: Sequence, count: int) -> int:
-        """Gives up to `count` tokens that are guessed behind a running sequence places, as many as there are pages for; returns how
-        many. `drop_lookahead` gives back what is not needed for its text then.
+    def append_lookahead(self, sequence: Sequence, count: int, *, headroom: int = 0) -> int:
+        """Gives up to `count` tokens that are guessed behind a running sequence places, as many as there are pages for if `headroom` of
+        them are to be left; returns how many. `drop_lookahead` gives back what is not needed then. Where the last token of the text has
+        no place either, it comes first; below 0 is returned if there is no page for it.
         """
         size, length = self.block_tokens, len(sequence.tokens)
         num_fresh = -(-(length + count) // size) - len(sequence.blocks)
-        fresh = self.blocks.take((), min(max(0, num_fresh), self.blocks.num_available))
+        num_left = max(0, self.blocks.num_available - headroom)
+        fresh = self.blocks.take((), min(max(0, num_fresh), num_left))
         if fresh:
             sequence.blocks += fresh
             self.story.record("allocated for drafts", fresh, seq_id=sequence.seq_id)
         return min(count, len(sequence.blocks) * size - length)
 
-    def drop_lookahead(self, sequence: Sequence) -> None:
-        """Gives back the pages that the text of a running sequence does not reach."""
-        num_needed = -(-len(sequence.tokens) // self.block_tokens)
+    def drop_lookahead(self, sequence: Sequence, num_drafts: int = 0) -> None:
+        """Gives back the pages that the text of a running sequence, and so many drafts behind it, do not reach."""
+        num_needed = -(-(len(sequence.tokens) + num_drafts) // self.block_tokens)
         if unused := sequence.blocks[num_needed:]:
             self.story.record("freed, not reached by drafts", unused, seq_id=sequence.seq_id)
             self.blocks.release(unused)
@@ -179,6 +187,7 @@ class KvCacheManager:
             tokens=list(sequence.tokens),
             blocks=list(sequence.blocks),
             num_computed=sequence.num_computed,
+            num_drafted=sequence.num_drafted,
             keys=list(sequence.keys),
             num_published=sequence.num_published,
             shares_tail=True,
@@ -190,17 +199,19 @@ class KvCacheManager:
 
     def received(self, sequence: Sequence) -> None:
         """The KV of all its tokens has come from another engine into its pages."""
-        sequence.num_computed = len(sequence.tokens)
+        sequence.num_computed = sequence.num_drafted = len(sequence.tokens)
         sequence.num_external = len(sequence.tokens) // self.block_tokens
         self.story.record("received", sequence.blocks, seq_id=sequence.seq_id)
         self.publish(sequence)
 
     def publish(self, sequence: Sequence) -> None:
-        """Lets later prompts find the pages that `sequence` has filled by now.
+        """Lets later prompts find the pages that `sequence` has filled by now; where there is a drafter, those with its KV too.
 
         Where another sequence was first with the same text, its page takes the place of this one's own.
         """
         num_full = sequence.num_computed // self.block_tokens
+        if self._has_drafter:
+            num_full = min(num_full, sequence.num_drafted // self.block_tokens)
         if not self._share_prefixes or num_full <= sequence.num_published:
             return
         keys = self._keys(sequence, num_full)
@@ -216,6 +227,14 @@ class KvCacheManager:
         new = slice(sequence.num_published, num_full)
         self.story.record("published", blocks[new], keys=keys[new], seq_id=sequence.seq_id)
         sequence.num_published = num_full
+
+    def awaits_drafter(self, sequence: Sequence) -> bool:
+        """Whether pages are full that could be published if a draft model's KV were in them."""
+        if not self._has_drafter or not self._share_prefixes:
+            return False
+        size = self.block_tokens
+        num_pages = sequence.num_computed // size - sequence.num_drafted // size
+        return num_pages >= max(1, _DRAFTER_BEHIND // size)
 
     def _published_page(self, sequence: Sequence, index: int) -> PublishedPage:
         prompt, block = sequence.request.prompt, sequence.blocks[index]
@@ -248,7 +267,7 @@ class KvCacheManager:
         self.blocks.release(sequence.blocks)
         self.blocks.release(sequence.retained)
         sequence.blocks, sequence.retained = [], []
-        sequence.num_computed = sequence.num_published = 0
+        sequence.num_computed = sequence.num_drafted = sequence.num_published = 0
         sequence.num_external = sequence.num_exported = 0
         sequence.fetch = None
         sequence.shares_tail = False

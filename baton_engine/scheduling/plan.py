@@ -75,6 +75,62 @@ class StepPlan:
     follows: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRow:
+    """What a draft model computes of one running sequence.
+
+    Attributes:
+        seq: The sequence; its `blocks` cover its text, and `count` tokens behind it.
+        start: Position of the first token to compute; the drafter's KV of everything before is in the pages.
+        count: How many tokens to guess; without any, only what the target has computed is computed.
+    """
+
+    seq: Sequence
+    start: int
+    count: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the text, from `start` on."""
+        end = len(self.seq.tokens) if self.count else self.seq.num_computed
+        return end - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan:
+    """What a draft model computes before a step.
+
+    Attributes:
+        rows: One per sequence; never empty.
+    """
+
+    rows: tuple[DraftRow, ...]
+
+    @property
+    def num_passes(self) -> int:
+        """Of the drafter over some tokens at once: each but the first computes one token of each text."""
+        return max(1, *(row.count for row in self.rows), 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Computed in all of them."""
+        return sum(row.num_tokens + max(0, row.count - 1) for row in self.rows)
+
+
+class Drafter(Protocol):
+    """A second model, whose KV stands in the same pages."""
+
+    def draft(self, plan: DraftPlan) -> SequenceOf[SequenceOf[int]]:
+        """Computes the drafter's KV of texts, and guesses how they go on. Blocks until the tokens are on the host.
+
+        Returns:
+            For each row up to `count` tokens: fewer where the text would end, or no token can be drawn.
+
+        Raises:
+            EngineError: It could not be computed. Nothing but pages of the rows, behind what the drafter had computed, was written.
+        """
+
+
 NO_TOKEN = -1
 """Stands for a token where none could be drawn."""
 

@@ -19,7 +19,7 @@ from baton_engine.scheduling.ordering import (
     PrefillOrder,
     SchedulingPolicy,
 )
-from baton_engine.scheduling.plan import Row, StepPlan
+from baton_engine.scheduling.plan import DraftPlan, DraftRow, Row, StepPlan
 from baton_engine.scheduling.prefill_budget import PrefillBudget, PrefillBudgets
 from baton_engine.scheduling.queues import SequenceQueues
 from baton_engine.scheduling.request import Sequence, State
@@ -65,6 +65,49 @@ class StepPlanner:
         self.preemptions = 0
         self._speculator = speculator
 
+    def plan_drafts(self) -> DraftPlan | None:
+        """What a draft model should compute before the next step is planned; None for nothing: the drafts that are wanted, and what it
+        has not computed of pages that are full. A sequence whose last page is still to be copied waits for the next step.
+        """
+        speculator, running = self._speculator, self._queues.running
+        if speculator is None or not speculator.has_model:
+            return None
+        speculator.begin_step()
+        load = StepLoad.of(running)
+        room = (
+            0
+            if self._are_prompts_bound(running)
+            else self._room_for_drafts(speculator, len(running))
+        )
+        needy = sum(map(self._cache.needs_slot, running))
+        rows: list[DraftRow] = []
+        for sequence in running:
+            if sequence.shares_tail:
+                continue
+            count = min(room, speculator.wanted(sequence, load)) if room > 0 else 0
+            if count:
+                needy -= self._cache.needs_slot(sequence)
+                count = max(0, self._cache.append_lookahead(sequence, count, headroom=needy))
+            if count or self._cache.awaits_drafter(sequence):
+                rows.append(DraftRow(seq=sequence, start=sequence.num_drafted, count=count))
+            if count and sequence.drafts is not None:
+                room -= count
+                load = load.with_drafts(len(sequence.tokens), count, sequence.drafts.chance)
+        return DraftPlan(rows=tuple(rows)) if rows else None
+
+    def drafted(self, plan: DraftPlan, proposed: SequenceOf[SequenceOf[int]] | None) -> None:
+        """The drafter has computed `plan` and proposes tokens; None where it failed."""
+        speculator = self._speculator
+        assert speculator is not None
+        for place, row in enumerate(plan.rows):
+            count = 0
+            if proposed is not None:
+                row.seq.num_drafted += row.num_tokens
+                if row.count and proposed[place]:
+                    count = speculator.proposed(row.seq, proposed[place])
+                self._cache.publish(row.seq)
+            self._cache.drop_lookahead(row.seq, count)
+
     def draft(self) -> "tuple[StepDraft, list[SeqEvent]]":
         """The next step, and the events to emit before it runs; it has no sequences if nothing can run."""
         copies = self._append_slots()
@@ -102,7 +145,7 @@ class StepPlanner:
         prompts; where they have a bounded time in each step, they have all of it.
         """
         speculator = self._speculator
-        if speculator is None or (self._prompts_go_on() and self._budgets.are_bound(running)):
+        if speculator is None or self._are_prompts_bound(running):
             return []
         speculator.begin_step()
         rows: list[Row] = []
@@ -112,7 +155,7 @@ class StepPlanner:
             if room <= len(rows):
                 break
             chosen = speculator.choose(sequence, load)[: room - len(rows)]
-            if chosen and (count := self._cache.append_lookahead(sequence, len(chosen))):
+            if chosen and (count := self._cache.append_lookahead(sequence, len(chosen))) > 0:
                 load = speculator.planned(sequence, count, load)
                 rows += draft_rows(sequence, chosen[:count])
         return rows
@@ -123,12 +166,13 @@ class StepPlanner:
             room = min(room, speculator.most_rows)
         return room - num_running
 
-    def _prompts_go_on(self) -> bool:
-        """Whether prompts are computed in the step to come, unless there is no page for them."""
-        if self._queues.prefilling:
-            return True
+    def _are_prompts_bound(self, running: SequenceOf[Sequence]) -> bool:
+        """Whether prompts are computed in the step to come, unless there is no page for them, and within a time."""
         first = next(iter(self._queues.prompts), None)
-        return first is not None and self._queues.has_room_for(first)
+        go_on = bool(self._queues.prefilling) or (
+            first is not None and self._queues.has_room_for(first)
+        )
+        return go_on and self._budgets.are_bound(running)
 
     def _preempt_last(self, *, for_: Sequence) -> None:
         victim = self._queues.preemption_victim(self._preemption_order)
@@ -137,7 +181,7 @@ class StepPlanner:
             raise self._queues.broken(for_, what, pages=self._cache.story.story(for_.seq_id))
         self._cache.preempt(victim)
         if victim.drafts is not None:
-            victim.drafts.index.clear()
+            victim.drafts.forget()
         self._queues.move(victim, State.WAITING)
         self.preemptions += 1
 

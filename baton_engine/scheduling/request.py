@@ -117,6 +117,7 @@ class Sequence:
         blocks: Pages in order; page i holds the KV of tokens [i * block_tokens, (i + 1) * block_tokens). Any entry may change
             between two steps: copy on write, or an equal page that was there first taking the place of this one's own.
         num_computed: Leading tokens whose KV is in the pages.
+        num_drafted: Those of which the KV of a draft model is too, where there is one.
         state: Where it stands; changed by `SequenceQueues` only.
         keys: Keys of the leading full blocks of `tokens`, as far as they were needed.
         num_published: Leading pages that are held in the prefix tree.
@@ -136,6 +137,7 @@ class Sequence:
     tokens: list[int]
     blocks: list[BlockId] = field(default_factory=list)
     num_computed: int = 0
+    num_drafted: int = 0
     state: State = State.WAITING
     keys: list[BlockKey] = field(default_factory=list)
     num_published: int = 0

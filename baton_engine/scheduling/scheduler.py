@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
 from baton.blocks import BlockChanges
-from baton.config.speculative import NgramSpeculation
+from baton.config.speculative import Speculation
 from baton.errors import BatonError, InvalidRequestError, InvariantError, TransferError
 from baton.generation import (
     FinishReason,
@@ -46,7 +46,7 @@ from baton_engine.scheduling.in_flight import InFlightStep, InFlightSteps, plan_
 from baton_engine.scheduling.kv_cache_manager import KvCacheManager
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
-from baton_engine.scheduling.plan import NO_TOKEN, Row, StepPlan, StepResult
+from baton_engine.scheduling.plan import NO_TOKEN, DraftPlan, Row, StepPlan, StepResult
 from baton_engine.scheduling.planner import StepPlanner
 from baton_engine.scheduling.queues import SequenceQueues
 from baton_engine.scheduling.request import Request, Sequence, State
@@ -84,7 +84,7 @@ class Scheduler:
         eos_ids: Iterable[int] = (),
         enable_prefix_caching: bool = True,
         policy: SchedulingPolicy | None = None,
-        speculation: NgramSpeculation | None = None,
+        speculation: Speculation | None = None,
         most_rows: int | None = None,
     ) -> None:
         if limits.block_tokens != layout.block_tokens:
@@ -242,6 +242,21 @@ class Scheduler:
         self._end_all(request)
         return [Released(seq_id=command.seq_id)]
 
+    def plan_drafts(self, now_s: float) -> DraftPlan | None:
+        """What a draft model should compute before `schedule` is called; None for nothing. Tell `drafted` what became of it."""
+        if self._in_flight:
+            raise InvariantError("drafts were planned while a step was in flight")
+        self._queues.now_s = self._cache.story.now_s = now_s
+        return self._planner.plan_drafts()
+
+    def drafted(
+        self, plan: DraftPlan, proposed: SequenceOf[SequenceOf[int]] | None, seconds: float
+    ) -> None:
+        """The drafter took `seconds` to propose tokens for each row of `plan`; None where it failed, and nothing is proposed."""
+        if proposed is not None:
+            self._cost.drafted(plan, seconds)
+        self._planner.drafted(plan, proposed)
+
     def schedule(self, now_s: float) -> tuple[StepPlan | None, list[SeqEvent]]:
         """Chooses what runs next.
 
@@ -263,6 +278,8 @@ class Scheduler:
         """The step after the one in flight, to be launched before that one's outcome is known; None where it is needed first."""
         current = self._in_flight.only
         if self._speculator is not None and self._speculator.needs_outcome(current):
+            return None
+        if any(map(self._cache.awaits_drafter, current.sequences)):
             return None
         step = plan_ahead(current, self._steps + 1, self._queues, self._cache)
         if step is None:
@@ -297,6 +314,8 @@ class Scheduler:
             if row.num_scored:
                 request.keep_scores(row.start, result.scores[index])
             sequence.num_computed += row.num_tokens
+            if sequence.state is State.PREFILLING:
+                sequence.num_drafted = sequence.num_computed  # in the same step
             if sequence.num_computed >= (sequence.num_published + 1) * self._limits.block_tokens:
                 self._cache.publish(sequence)
             if not row.samples:

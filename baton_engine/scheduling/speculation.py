@@ -17,7 +17,7 @@ Pure.
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from baton.config.speculative import NgramSpeculation
+from baton.config.speculative import NgramSpeculation, Speculation
 from baton_engine.ports import SpeculationCounts
 from baton_engine.scheduling.drafts import FIRST_CHANCE, NgramIndex, SequenceDrafts
 from baton_engine.scheduling.in_flight import InFlightStep
@@ -25,8 +25,13 @@ from baton_engine.scheduling.plan import Row
 from baton_engine.scheduling.request import Sequence, State
 from baton_engine.scheduling.step_cost import StepCost
 
-_TRY_AGAIN_AFTER = 32
-"""Where drafts do not pay, one is computed all the same once the text is longer by so many tokens: it may begin to repeat itself."""
+_TRY_AGAIN_AFTER, _MOST_PATIENCE = 32, 256
+"""Where drafts do not pay, one is computed all the same once the text is longer by so many tokens: it may begin to repeat itself. Each time
+that it does not pay again twice as many pass, up to the second number.
+"""
+
+_PAYS_OFF = 1.5
+"""A draft has to bring so many times the tokens per second that there are without it: what is known of its chance and its cost errs."""
 
 _LOOK_AGAIN_AFTER = 4
 """Where no draft was found, steps are planned ahead until the text is longer by so many tokens."""
@@ -42,24 +47,28 @@ class StepLoad:
     Attributes:
         num_rows: Sequences that decode, and drafts.
         context_tokens: Over how many tokens in all.
+        num_texts: Sequences that decode.
         tokens: What it is expected to bring.
     """
 
     num_rows: int
     context_tokens: int
+    num_texts: int
     tokens: float
 
     @classmethod
     def of(cls, running: SequenceOf[Sequence]) -> "StepLoad":
         """Of a step in which these decode."""
         context = sum(sequence.num_computed + 1 for sequence in running)
-        return cls(num_rows=len(running), context_tokens=context, tokens=float(len(running)))
+        count = len(running)
+        return cls(num_rows=count, context_tokens=context, num_texts=count, tokens=float(count))
 
     def with_drafts(self, length: int, count: int, chance: float) -> "StepLoad":
         """The same with `count` drafts behind a text of `length` tokens, each right with `chance` if those before it are."""
         return StepLoad(
             num_rows=self.num_rows + count,
             context_tokens=self.context_tokens + sum(range(length + 1, length + count + 1)),
+            num_texts=self.num_texts,
             tokens=self.tokens + sum(chance**place for place in range(1, count + 1)),
         )
 
@@ -97,10 +106,9 @@ class Speculator:
         most_rows: See above.
     """
 
-    def __init__(
-        self, config: NgramSpeculation, cost: StepCost, most_rows: int | None = None
-    ) -> None:
+    def __init__(self, config: Speculation, cost: StepCost, most_rows: int | None = None) -> None:
         self._config = config
+        self._ngrams = config if isinstance(config, NgramSpeculation) else None
         self._cost = cost
         self.most_rows = most_rows
         self._left_to_read = 0
@@ -112,24 +120,53 @@ class Speculator:
         self._left_to_read = _READ_PER_STEP
         self._may_probe = True
 
-    def choose(self, sequence: Sequence, load: StepLoad) -> list[int]:
-        """The drafts of a running sequence that are worth computing beside `load`; empty for none. Nothing is looked up where none are
-        worth it, but for one sequence in a step whose turn it is to be tried again.
+    @property
+    def has_model(self) -> bool:
+        """Whether drafts are asked of a model, step by step: those that are `wanted` are `proposed`, and then chosen."""
+        return self._ngrams is None
+
+    def wanted(self, sequence: Sequence, load: StepLoad) -> int:
+        """How many drafts of a running sequence are worth computing beside `load`; one where none are, for one sequence in a step whose
+        turn it is to be tried again.
         """
         most = self._most(sequence)
         if most <= 0:
-            return []
+            return 0
         worth = min(most, self._worth(sequence, load))
         if not worth:
-            if not self._may_probe or not _is_to_be_tried(sequence, _TRY_AGAIN_AFTER):
-                return []
+            if not self._may_probe or not _is_to_be_tried(sequence, _patience(sequence)):
+                return 0
             self._may_probe = False
-            worth = 1
         if sequence.drafts is None:
-            sequence.drafts = SequenceDrafts(index=self._new_index())
-        found = self._find(sequence, sequence.drafts.index, worth)
-        sequence.drafts.tried_at = len(sequence.tokens)
-        sequence.drafts.are_found = bool(found)
+            sequence.drafts = SequenceDrafts(index=self._new_index(), patience=_TRY_AGAIN_AFTER)
+        drafts = sequence.drafts
+        drafts.tried_at = len(sequence.tokens)
+        drafts.patience = _TRY_AGAIN_AFTER if worth else min(2 * drafts.patience, _MOST_PATIENCE)
+        return max(1, worth)
+
+    def proposed(self, sequence: Sequence, tokens: SequenceOf[int]) -> int:
+        """A model has drawn these behind a running sequence; returns how many are of use."""
+        drafts = sequence.drafts
+        assert drafts is not None
+        drafts.proposed = self._usable(sequence, tokens)
+        drafts.num_written = len(tokens) - 1  # the last one was not computed
+        return len(drafts.proposed)
+
+    def choose(self, sequence: Sequence, load: StepLoad) -> list[int]:
+        """The drafts of a running sequence that are to be computed beside `load`; empty for none. Nothing is looked up where none are
+        wanted.
+        """
+        if self.has_model:
+            return [] if sequence.drafts is None else sequence.drafts.taken()
+        count = self.wanted(sequence, load)
+        if not count:
+            return []
+        drafts = sequence.drafts
+        assert drafts is not None
+        assert drafts.index is not None
+        self._left_to_read -= drafts.index.read(sequence.tokens, self._left_to_read)
+        found = self._usable(sequence, drafts.index.continuation(sequence.tokens, count))
+        drafts.are_found = bool(found)
         return found
 
     def _most(self, sequence: Sequence) -> int:
@@ -137,30 +174,33 @@ class Speculator:
         left = sequence.request.final_len - len(sequence.tokens) - 1
         return min(self._config.num_speculative_tokens, left)
 
-    def _new_index(self) -> NgramIndex:
-        return NgramIndex(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
+    def _new_index(self) -> NgramIndex | None:
+        if self._ngrams is None:
+            return None
+        return NgramIndex(self._ngrams.prompt_lookup_min, self._ngrams.prompt_lookup_max)
 
-    def _find(self, sequence: Sequence, index: NgramIndex, count: int) -> list[int]:
-        """How the text may go on, by up to `count` tokens."""
-        self._left_to_read -= index.read(sequence.tokens, self._left_to_read)
-        found = index.continuation(sequence.tokens, count)
+    def _usable(self, sequence: Sequence, found: SequenceOf[int]) -> list[int]:
+        """Those of the leading ones with which the text can go on."""
         stop_ids = sequence.request.stop_ids
         end = next((i for i, token in enumerate(found) if token in stop_ids), len(found))
         if sequence.constraint is not None:
             end = sequence.constraint.num_allowed(found[:end])
-        return found[:end]
+        return list(found[:end])
 
     def _worth(self, sequence: Sequence, load: StepLoad) -> int:
-        """How many drafts of a sequence a step should compute beside `load`: as long as one more brings more tokens per second than there
-        are without it.
+        """How many drafts of a sequence a step should compute beside `load`: as long as one more brings clearly more tokens per second than
+        there are without it.
         """
         chance = FIRST_CHANCE if sequence.drafts is None else sequence.drafts.chance
         seconds = self._cost.decodes_s(load.num_rows, load.context_tokens)
         context = load.context_tokens + len(sequence.tokens)
         row_s = self._cost.decodes_s(load.num_rows + 1, context) - seconds
+        if self.has_model:
+            row_s += self._cost.draft_s(load.num_texts)
         tokens, all_accepted, count = load.tokens, chance, 0
         while (
-            count < self._config.num_speculative_tokens and all_accepted * seconds > tokens * row_s
+            count < self._config.num_speculative_tokens
+            and all_accepted * seconds > _PAYS_OFF * tokens * row_s
         ):
             tokens, seconds, count = tokens + all_accepted, seconds + row_s, count + 1
             all_accepted *= chance
@@ -181,7 +221,7 @@ class Speculator:
         if self._most(sequence) <= 1:  # one token is being drawn
             return False
         if not self._worth(sequence, load):
-            return _is_to_be_tried(sequence, _TRY_AGAIN_AFTER)
+            return _is_to_be_tried(sequence, _patience(sequence))
         are_found = sequence.drafts is None or sequence.drafts.are_found
         return are_found or _is_to_be_tried(sequence, _LOOK_AGAIN_AFTER)
 
@@ -204,8 +244,13 @@ class Speculator:
         drafts.note(is_accepted=is_accepted)
         if is_accepted:
             drafts.num_accepted += 1
+            row.seq.num_drafted += place < drafts.num_written
             self.counts.accepted_tokens += 1
             self.counts.accepted_per_position[place] += 1
+
+
+def _patience(sequence: Sequence) -> int:
+    return _TRY_AGAIN_AFTER if sequence.drafts is None else sequence.drafts.patience
 
 
 def _is_to_be_tried(sequence: Sequence, after: int) -> bool:

@@ -4,7 +4,7 @@ from math import sqrt
 
 from baton.errors import InvariantError
 from baton.fit import Fit
-from baton_engine.scheduling.plan import Row, StepPlan
+from baton_engine.scheduling.plan import DraftPlan, Row, StepPlan
 
 _DECODE_PRIOR = (5e-3, 1e-4, 5e-8)
 """Seconds per step that decodes; per sequence in it; per token of context that they attend to."""
@@ -12,6 +12,9 @@ _DECODE_PRIOR = (5e-3, 1e-4, 5e-8)
 _PREFILL_PRIOR = (1e-3, 1e-4, 1e-8)
 """Seconds that a step takes longer for computing prompts at all; per token of them; per pair of a token and one that it
 attends to. In operations a pair is 1/3,000 (small models) to 1/30,000 of a token."""
+
+_DRAFT_PRIOR = (1e-3, 2e-5)
+"""Seconds per pass of a draft model; per token that it computes."""
 
 _LEAST_SHARE = 0.02
 """A step with prompts in it spends at least this share on them. Where less is left, its decodes are predicted too slow."""
@@ -30,6 +33,7 @@ class StepCost:
     def __init__(self) -> None:
         self._decode = Fit(_DECODE_PRIOR)
         self._prefill = Fit(_PREFILL_PRIOR)
+        self._draft = Fit(_DRAFT_PRIOR)
         self._knows_decodes = False
 
     @property
@@ -99,8 +103,17 @@ class StepCost:
             self._prefill.measure(prompts, (1.0 - share) * seconds)
             self._decode.measure((1.0, float(num_rows), float(context_tokens)), share * seconds)
 
+    def draft_s(self, num_texts: int) -> float:
+        """Predicted seconds of one more draft by a model for each of so many texts, per text."""
+        return self._draft.predict((1.0, float(num_texts))) / num_texts
+
+    def drafted(self, plan: DraftPlan, seconds: float) -> None:
+        """A draft model took `seconds`."""
+        self._draft.measure((float(plan.num_passes), float(plan.num_tokens)), seconds)
+
     def check_integrity(self) -> None:
         """Raises InvariantError when a coefficient is negative or no number."""
+        self._draft.check_integrity()
         self._decode.check_integrity()
         self._prefill.check_integrity()
         if self.prompts_s(1, 0) < 0.0:

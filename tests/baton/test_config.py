@@ -10,7 +10,7 @@ from baton.config.load import from_json, load, to_json
 from baton.config.rules import RULES
 from baton.config.schema import BatonConfig
 from baton.config.setting import TYPES, Setting
-from baton.config.speculative import NgramSpeculation, read_speculative
+from baton.config.speculative import DraftModelSpeculation, NgramSpeculation, read_speculative
 from baton.errors import ConfigError
 
 
@@ -304,6 +304,14 @@ def test_speculation_is_asked_for_in_the_json_of_vllm(asked, shortest, longest):
     )
 
 
+def test_a_draft_model_is_asked_for_in_the_json_of_vllm():
+    text = '{"method": "draft_model", "model": "small", "num_speculative_tokens": 3}'
+    config = from_json(to_json(load(flags=[speculative(text)])))
+    assert read_speculative(config.engine.speculative_config) == DraftModelSpeculation(
+        num_speculative_tokens=3, model="small"
+    )
+
+
 def test_nothing_is_speculated_unless_asked_for():
     assert read_speculative(BatonConfig().engine.speculative_config) is None
 
@@ -311,9 +319,22 @@ def test_nothing_is_speculated_unless_asked_for():
 @pytest.mark.parametrize(
     ("text", "field", "why"),
     [
-        ('{"num_speculative_tokens": 3}', "method", "must be ngram"),
+        ('{"num_speculative_tokens": 3}', "method", "must be ngram or draft_model"),
         ('{"method": "eagle3", "num_speculative_tokens": 3}', "method", "eagle3 is not built"),
-        ('{"method": "draft_model", "model": "x"}', "method", "draft_model is not built"),
+        ('{"method": "suffix", "num_speculative_tokens": 3}', "method", "suffix is not built"),
+        ('{"method": "draft_model", "model": "x"}', "num_speculative_tokens", "must be given"),
+        ('{"method": "draft_model", "num_speculative_tokens": 3}', "model", "must be given"),
+        (
+            '{"method": "draft_model", "num_speculative_tokens": 3, "model": 4}',
+            "model",
+            "must be a text",
+        ),
+        (
+            '{"method": "draft_model", "num_speculative_tokens": 3, "model": "x",'
+            ' "prompt_lookup_max": 2}',
+            "prompt_lookup_max",
+            "is no setting of the method draft_model",
+        ),
         ('{"method": "ngram"}', "num_speculative_tokens", "must be given"),
         ('{"method": "ngram", "num_speculative_tokens": 33}', "num_speculative_tokens", "1 to 32"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens", "1 to"),

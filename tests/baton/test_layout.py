@@ -50,6 +50,7 @@ OTHER: dict[str, Any] = {
     "tp_size": 2,
     "tp_rank": 1,
     "kv_head_replicas": 2,
+    "drafter": "d",
 }
 NAMED = {"num_kv_heads": "total_kv_heads", "tp_size": "total_kv_heads"}
 

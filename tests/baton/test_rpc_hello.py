@@ -27,6 +27,7 @@ def test_a_greeting(role: Role, numbers: tuple[int, ...]) -> None:
             tp_size=8,
             tp_rank=5,
             kv_head_replicas=4,
+            drafter="d",
         ),
         max_model_len=1,
         vocab_size=2,

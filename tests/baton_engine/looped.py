@@ -9,7 +9,7 @@ from baton.generation import Prompt, TokenSample
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Command, Failed, StepEvents
 from baton_engine.ports import GrammarCompiler, KvSource, TokenConstraint
-from baton_engine.scheduling.plan import Launched, StepPlan, StepResult, StepRunner
+from baton_engine.scheduling.plan import Drafter, Launched, StepPlan, StepResult, StepRunner
 from baton_engine.scheduling.scheduler import Scheduler
 from tests.baton_engine.sampled import Sampled, all_events
 
@@ -60,6 +60,7 @@ def draw_all(
     *,
     ahead: bool,
     grammars: GrammarCompiler | None = None,
+    drafter: Drafter | None = None,
 ) -> tuple[dict[tuple[str, int], list[TokenSample]], int]:
     """All that is drawn once every sequence has ended, by sequence and sample, and how many steps were launched ahead."""
     drawn: dict[tuple[str, int], list[TokenSample]] = {}
@@ -73,7 +74,9 @@ def draw_all(
 
     noting = Noting(runner)
     at_once = None if grammars is None else AtOnce(grammars)
-    loop = EngineLoop(scheduler, noting, hear, ManualClock(), grammars=at_once, ahead=ahead)
+    loop = EngineLoop(
+        scheduler, noting, hear, ManualClock(), grammars=at_once, drafter=drafter, ahead=ahead
+    )
     for command in commands:
         loop.submit(command)
     for _ in range(MOST_TURNS):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
-from baton.config.speculative import NgramSpeculation
+from baton.config.speculative import DraftModelSpeculation, Speculation
 from baton.errors import EngineError
 from baton.generation import NO_SLO, FinishReason, Prompt, SamplingParams, SloTargets, TokenSample
 from baton.ids import LayerName, SeqId
@@ -22,7 +22,7 @@ from baton_engine.messages import (
 from baton_engine.ports import PageExport
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
-from baton_engine.scheduling.plan import StepPlan
+from baton_engine.scheduling.plan import DraftPlan, StepPlan
 from baton_engine.scheduling.scheduler import Scheduler
 from tests.baton_engine.sampled import Event, Sampled, by_sequence
 
@@ -43,7 +43,7 @@ def limits(**changes: int) -> EngineLimits:
     return EngineLimits(**(values | changes))
 
 
-def layout(block_tokens: int) -> KvLayout:
+def layout(block_tokens: int, *, drafter: str = "") -> KvLayout:
     return KvLayout(
         model_fingerprint="fake",
         dtype="float32",
@@ -51,6 +51,7 @@ def layout(block_tokens: int) -> KvLayout:
         num_kv_heads=1,
         head_dim=1,
         layers=(LayerName("only"),),
+        drafter=drafter,
     )
 
 
@@ -84,18 +85,26 @@ class World:
     pool: FakeKvSource | None = None
     num_layers: int = 1
     policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
-    speculation: NgramSpeculation | None = None
+    speculation: Speculation | None = None
     most_rows: int | None = None
+    drafts_wrongly: int = 0
     now_s: float = 0.0
     events: list[Event] = field(default_factory=list)
     output: dict[tuple[str, int], list[TokenSample]] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
+    draft_plans: list[DraftPlan] = field(default_factory=list)
 
     def __post_init__(self):
-        self.runner = FakeRunner(self.limits, num_layers=self.num_layers)
+        has_drafter = isinstance(self.speculation, DraftModelSpeculation)
+        self.runner = FakeRunner(
+            self.limits,
+            num_layers=self.num_layers,
+            has_drafter=has_drafter,
+            drafts_wrongly=self.drafts_wrongly,
+        )
         self.scheduler = Scheduler(
             self.limits,
-            layout=layout(self.limits.block_tokens),
+            layout=layout(self.limits.block_tokens, drafter="fake drafter" if has_drafter else ""),
             secret=SECRET,
             eos_ids=self.eos_ids,
             enable_prefix_caching=self.enable_prefix_caching,
@@ -122,6 +131,7 @@ class World:
 
     def step(self, failing_row: int | None = None) -> list[Event]:
         """One step, if anything can run; returns what was told. The row of that number, if there is one, fails."""
+        self.draft()
         plan, before = self.scheduler.schedule(self.now_s)
         events: list[Event] = list(before)
         if plan is not None:
@@ -138,6 +148,29 @@ class World:
                 self.block_sink.put(self.scheduler.take_published())
         self.scheduler.check_integrity()
         return self._note(events)
+
+    def draft(self) -> None:
+        """What a draft model computes before a step, where there is one; the cost of steps is not measured."""
+        asked = self.scheduler.plan_drafts(self.now_s)
+        if asked is not None:
+            self.draft_plans.append(asked)
+            self.check_draft_plan(asked)
+            self.scheduler.drafted(asked, self.runner.draft(asked), 0.0)
+
+    def check_draft_plan(self, plan: DraftPlan) -> None:
+        """It goes on where it stopped, on pages that no other text writes."""
+        size = self.limits.block_tokens
+        written: set[int] = set()
+        assert len({id(row.seq) for row in plan.rows}) == len(plan.rows)
+        for row in plan.rows:
+            assert row.start == row.seq.num_drafted
+            end = row.start + row.num_tokens + max(0, row.count - 1)
+            assert row.num_tokens > 0
+            assert end <= len(row.seq.blocks) * size
+            pages = set(row.seq.blocks[row.start // size : -(-end // size)])
+            others = {b for r in plan.rows if r.seq is not row.seq for b in r.seq.blocks}
+            assert not pages & (written | others)
+            written |= pages
 
     def run(self, max_steps: int = 2000) -> None:
         """Steps until nothing can run."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from baton.config.speculative import NgramSpeculation
+from baton.config.speculative import DraftModelSpeculation, NgramSpeculation
 from baton.errors import EngineError, InvariantError
 from baton.generation import FinishReason, Prompt, SloTargets
 from baton.ids import SeqId
@@ -78,9 +78,23 @@ class Looped(World):
     def __post_init__(self) -> None:
         super().__post_init__()
         clock = ManualClock()
-        self.watched = self.runner = Watched(self.limits, num_layers=self.num_layers, clock=clock)
+        has_drafter = isinstance(self.speculation, DraftModelSpeculation)
+        self.watched = self.runner = Watched(
+            self.limits,
+            num_layers=self.num_layers,
+            has_drafter=has_drafter,
+            drafts_wrongly=self.drafts_wrongly,
+            clock=clock,
+        )
         self.messages: list[StepEvents] = []
-        self.loop = EngineLoop(self.scheduler, self.runner, self._hear, clock, ahead=self.ahead)
+        self.loop = EngineLoop(
+            self.scheduler,
+            self.runner,
+            self._hear,
+            clock,
+            drafter=self.runner if has_drafter else None,
+            ahead=self.ahead,
+        )
 
     def _hear(self, told: StepEvents) -> None:
         self.messages.append(told)
@@ -421,6 +435,7 @@ class Story:
         return [[(token.token, token.finish) for token in tokens] for tokens in output]
 
 
+DRAFTER = DraftModelSpeculation(num_speculative_tokens=3, model="")
 NGRAMS = NgramSpeculation(num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
 
 
@@ -436,7 +451,7 @@ NGRAMS = NgramSpeculation(num_speculative_tokens=3, prompt_lookup_max=2, prompt_
         preemption=st.sampled_from(sorted(PREEMPTION_ORDERS)),
         output_headroom=st.sampled_from([0.0, 0.0, 1.0]),
     ),
-    speculation=st.none() | st.just(NGRAMS),
+    speculation=st.sampled_from([None, NGRAMS, DRAFTER]),
 )
 def test_any_story_ends_as_it_does_without_looking_ahead(
     actions, block_tokens, pages_tokens, caching, policy, speculation
@@ -458,6 +473,7 @@ def test_any_story_ends_as_it_does_without_looking_ahead(
                 policy=policy,
                 ahead=ahead,
                 speculation=speculation if ahead else None,
+                drafts_wrongly=3,
             )
         )
         story.live(actions)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -371,10 +372,17 @@ def doubtful(sequence: Sequence, *, tried_at: int) -> Sequence:
     return sequence
 
 
+def num_kept(sequence: Sequence) -> int:
+    """N-grams of its text."""
+    assert sequence.drafts is not None
+    assert sequence.drafts.index is not None
+    return sequence.drafts.index.num_kept
+
+
 def known(sequence: Sequence) -> tuple[float, float, int, int]:
     drafts = sequence.drafts
     assert drafts is not None
-    return drafts.verified, drafts.accepted, drafts.tried_at, drafts.index.num_kept
+    return drafts.verified, drafts.accepted, drafts.tried_at, num_kept(sequence)
 
 
 def test_nothing_is_looked_up_where_no_draft_is_worth_it():
@@ -382,8 +390,7 @@ def test_nothing_is_looked_up_where_no_draft_is_worth_it():
     sequence = doubtful(bench.sequence((7,) * 40), tried_at=20)
     bench.speculator.begin_step()
     assert bench.speculator.choose(sequence, StepLoad.of([sequence])) == []
-    assert sequence.drafts is not None
-    assert sequence.drafts.index.num_kept == 0
+    assert num_kept(sequence) == 0
 
 
 def test_a_step_tries_one_of_those_again_whose_turn_it_is():
@@ -396,13 +403,25 @@ def test_a_step_tries_one_of_those_again_whose_turn_it_is():
         assert chosen == [[7] if place == turn else [] for place in range(3)]
 
 
+def test_what_does_not_pay_is_tried_less_and_less_often():
+    bench = Bench(row_s=1.0)
+    sequence = doubtful(bench.sequence((7,) * 40), tried_at=8)
+    tried: list[int] = []
+    for length in range(40, 1200):
+        sequence.tokens.append(7)
+        bench.speculator.begin_step()
+        if bench.speculator.choose(sequence, StepLoad.of([sequence])):
+            tried.append(length)
+    assert [late - early for early, late in pairwise(tried)] == [64, 128, 256, 256, 256]
+
+
 def test_all_texts_of_a_step_share_what_it_reads():
     bench = Bench(row_s=0.01)
     running = [bench.sequence(tuple(range(400)), str(i)) for i in range(3)]
     bench.speculator.begin_step()
     for sequence in running:
         bench.speculator.choose(sequence, StepLoad.of(running))
-    assert [s.drafts.index.num_kept for s in running if s.drafts] == [399, 113, 0]
+    assert [num_kept(sequence) for sequence in running] == [399, 113, 0]
 
 
 def test_asking_whether_a_step_can_be_planned_ahead_changes_nothing():
@@ -507,7 +526,7 @@ def test_a_preempted_text_is_forgotten_until_it_runs_again():
     while not kept:
         world.step()
         waiting = [s for s in world.scheduler._queues.prompts if s.was_preempted]
-        kept = [s.drafts.index.num_kept for s in waiting if s.drafts is not None]
+        kept = [num_kept(sequence) for sequence in waiting]
     assert kept == [0]
     world.run()
     assert world.tokens("a") == world.tokens("b") == [0] * 40

@@ -5,14 +5,17 @@ from pathlib import Path
 
 import torch
 
-from baton.config.speculative import NgramSpeculation
+from baton.config.speculative import DraftModelSpeculation, Speculation
 from baton.errors import BatonError
 from baton.generation import TokenLogprobs, TokenSample
 from baton.ids import SeqId
-from baton_engine.cache.arena import KvArena
+from baton_engine.cache.arena import DrafterPages, KvArena
+from baton_engine.draft_model import DraftModel
 from baton_engine.kernels.ports import BatchInvariant, KernelSet
 from baton_engine.messages import AddRequest, Command, PrefillStarted, Reserved, Start
-from baton_engine.models.config import kv_layout, load_spec
+from baton_engine.models.config import ModelSpec, kv_layout, load_spec
+from baton_engine.models.decoder import Decoder
+from baton_engine.models.draft_spec import load_draft_spec
 from baton_engine.models.loader import load_decoder
 from baton_engine.ports import GrammarCompiler, TokenConstraint
 from baton_engine.runner import ModelRunner
@@ -37,7 +40,7 @@ class WholeEngine:
         kernels: What to compute with; None for the machine's own.
         eos_ids: Tokens that end a text.
         grammars: Compiles the grammars of prompts, where there are any.
-        speculation: How tokens are guessed; None where none are.
+        speculation: How tokens are guessed; None where none are. A draft model is the one in that directory.
 
     Attributes:
         events: All that was told.
@@ -58,7 +61,7 @@ class WholeEngine:
         kernels: KernelSet | None = None,
         eos_ids: tuple[int, ...] = (),
         grammars: GrammarCompiler | None = None,
-        speculation: NgramSpeculation | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         spec = load_spec(checkpoint)
         decoder = load_decoder(
@@ -70,7 +73,12 @@ class WholeEngine:
             quantization=quantization,
             fixed_rows=deterministic,
         )
-        layout = kv_layout(spec, dtype, BLOCK_TOKENS)
+        drafter = (
+            load_draft_spec(speculation, spec, checkpoint)
+            if isinstance(speculation, DraftModelSpeculation)
+            else None
+        )
+        layout = kv_layout(spec, dtype, BLOCK_TOKENS, drafter and drafter[1])
         limits = EngineLimits(
             max_num_seqs=8,
             max_num_batched_tokens=budget,
@@ -86,8 +94,27 @@ class WholeEngine:
         )
         self._grammars = grammars
         apart = deterministic and not isinstance(kernels, BatchInvariant)
-        self.runner = ModelRunner(decoder, self.arena, one_by_one=apart)
+        self.drafter = None if drafter is None else self._load_drafter(decoder, *drafter, apart)
+        self.runner = ModelRunner(decoder, self.arena, drafter=self.drafter, one_by_one=apart)
         self.events: list[Event] = []
+
+    def _load_drafter(
+        self, target: Decoder, path: Path, spec: ModelSpec, one_by_one: bool
+    ) -> DraftModel:
+        pages = DrafterPages(
+            self.arena,
+            first_layer=target.spec.num_layers,
+            num_layers=spec.num_layers,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+        )
+        return DraftModel(
+            load_decoder(path, spec, target.dtype, CPU, fixed_rows=True),
+            self.arena,
+            pages,
+            eos_token_ids=target.spec.eos_token_ids,
+            one_by_one=one_by_one,
+        )
 
     def tell(self, *commands: Command) -> None:
         for command in commands:
@@ -104,6 +131,10 @@ class WholeEngine:
         return constraint
 
     def step(self) -> bool:
+        asked = self.scheduler.plan_drafts(0.0)
+        if asked is not None:
+            assert self.drafter is not None
+            self.scheduler.drafted(asked, self.drafter.draft(asked), 0.0)
         plan, events = self.scheduler.schedule(0.0)
         self.events += events
         if plan is None:

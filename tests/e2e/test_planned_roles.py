@@ -53,7 +53,7 @@ def test_a_prefill_worker_becomes_a_decode_worker_under_load_and_nothing_fails(
             return sum(worker["role"] == "decode" for worker in cluster.workers())
 
         assert decode_workers() == 1
-        replies = []
+        replies: list[tuple[list[int], list[int]]] = []
         with ThreadPoolExecutor(8) as clients:
 
             def more() -> bool:

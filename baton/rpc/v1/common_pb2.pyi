@@ -100,6 +100,7 @@ class KvLayout(_message.Message):
     TP_SIZE_FIELD_NUMBER: _builtins.int
     TP_RANK_FIELD_NUMBER: _builtins.int
     KV_HEAD_REPLICAS_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     dtype: _builtins.str
     block_tokens: _builtins.int
@@ -110,6 +111,8 @@ class KvLayout(_message.Message):
     tp_rank: _builtins.int
     kv_head_replicas: _builtins.int
     """ranks that hold the same heads"""
+    drafter: _builtins.str
+    """fingerprint of a draft model whose KV is in further layers"""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -124,10 +127,11 @@ class KvLayout(_message.Message):
         tp_size: _builtins.int = ...,
         tp_rank: _builtins.int = ...,
         kv_head_replicas: _builtins.int = ...,
+        drafter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "head_dim", b"head_dim", "kv_head_replicas", b"kv_head_replicas", "layers", b"layers", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "drafter", b"drafter", "dtype", b"dtype", "head_dim", b"head_dim", "kv_head_replicas", b"kv_head_replicas", "layers", b"layers", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
