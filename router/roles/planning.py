@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from baton.clock import Clock
 from baton.config.schema import BatonConfig, RolesConfig
+from baton.errors import BatonError
 from baton.ids import Role, WorkerIdentity
 from baton.redis_link import open_redis
 from baton.rpc.channel import open_channel
@@ -158,6 +159,8 @@ class WorkerControl:
                 reply = await ControlStub(channel).SetRole(request, timeout=timeout_s + _ANSWER_S)
             except grpc.aio.AioRpcError as error:
                 return f"{error.code().name.lower()}: {error.details()}"
+            except BatonError as error:
+                return error.message
         return "" if reply.changed else f"{reply.left} legs did not end in time"
 
 
@@ -197,11 +200,17 @@ async def planning(
         registry=registry,
     )
     task = asyncio.create_task(planner.run(), name="planner")
+    task.add_done_callback(_report_death)
     try:
         yield planner
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _report_death(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        _log.error("the planner died: roles stay what they are", cause=task.exception())
 
 
 class _PressureMetrics(Collector):
