@@ -41,7 +41,7 @@ def _texts(answer: dict[str, Any]) -> list[list[int]]:
 
 def test_a_pair_finds_what_transformers_finds_and_misses_no_killed_worker(tmp_path: Path) -> None:
     checkpoint = make_model(tmp_path / "llama", "llama")
-    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    reference: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     prompts = random_prompts(REQUESTS, 48)
     with (
         serve(str(checkpoint), *FLAGS, *MEMORY) as cluster,
