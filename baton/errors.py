@@ -252,6 +252,12 @@ class EngineError(BatonError):
     code = "engine"
 
 
+class DeviceLostError(BatonError):
+    """The device that computes is of no use to this process any more: every later call of it fails too. The process has to end."""
+
+    code = "device_lost"
+
+
 class ChildEndedError(BatonError):
     """A process that was started to be asked ended instead of answering; whoever asked says what that means for the request.
 
@@ -332,6 +338,7 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     ModelLoadError: _row(500, "FAILED_PRECONDITION", "server_error"),
     OutOfMemoryError: _row(500, "RESOURCE_EXHAUSTED", "server_error"),
     EngineError: _row(500, "INTERNAL", "server_error", retryable=True),
+    DeviceLostError: _row(500, "INTERNAL", "server_error", retryable=True),
     ChildEndedError: _row(500, "INTERNAL", "server_error"),
 }
 

@@ -47,6 +47,7 @@ from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.warm_up import warm_up
 
 if TYPE_CHECKING:
     from baton_engine.grammar import MatcherCompiler
@@ -128,9 +129,14 @@ def build_engine(
     grammars = None if grammar is None else _grammar_compiler(choice, grammar)
     most_rows = None if graphs is None else _most_rows(limits, choice.speculation)
     scheduler = _scheduler(limits, choice, config, secret, most_rows)
+    runner = ModelRunner(decoder, arena, sink, graphs, drafter=drafter, one_by_one=apart)
+    moving = page_kernels(arena)
+    if choice.device.type == "cuda":
+        progress("computing the first steps", None)
+        warm_up(runner, block_tokens=choice.layout.block_tokens, page_kernels=moving)
     host = ThreadEngineHost(
         scheduler,
-        ModelRunner(decoder, arena, sink, graphs, drafter=drafter, one_by_one=apart),
+        runner,
         grammars=grammars,
         drafter=drafter,
         ahead=choice.device.type != "cpu" if config.plan_ahead is None else config.plan_ahead,
@@ -139,7 +145,7 @@ def build_engine(
         host=host,
         layout=choice.layout,
         limits=limits,
-        page_kernels=page_kernels(arena),
+        page_kernels=moving,
         grammar_counts=None if grammars is None else grammars.counts,
         speculation_counts=scheduler.speculation_counts,
     )
@@ -219,7 +225,12 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
     check_compile(config, device)
     path = resolve_model(model.model, model.revision)
     spec = load_spec(path)
-    product = choose_product(config.cpu_product, device)
+    product = choose_product(
+        config.cpu_product,
+        device,
+        is_used="bfloat16" in (spec.dtype, model.dtype),
+        must_agree=config.deterministic,
+    )
     dtype = choose_dtype(spec, model.dtype, device, product)
     check_quantization(model.quantization, device, dtype)
     spec = quantised(spec, model.quantization)

@@ -95,6 +95,10 @@ class DecodeGraphs:
             page_stride=1 if pages is None else pages.stride,
         )
         self._sizes = bucket_sizes(most_rows)
+        # One for all graphs: with a large vocabulary those of each would take more than half a gigabyte together.
+        self._logits = torch.empty(
+            most_rows, model.spec.vocab_size, dtype=torch.float32, device=model.device
+        )
         # The largest first: the others fit into the memory that it took.
         self._buckets = {size: self._capture(size, backend) for size in reversed(self._sizes)}
 
@@ -127,7 +131,7 @@ class DecodeGraphs:
         inputs = self._static(size)
 
         def work() -> Scored:
-            logits = self._model.forward(inputs, self._pages)
+            logits = self._model.forward(inputs, self._pages, out=self._logits[:size])
             return Scored(logits=logits, greedy=self._model.greedy(logits))
 
         return _Bucket(inputs=inputs, repeat=backend.capture(work))
@@ -174,24 +178,28 @@ def _overwrite(inputs: DecoderInput, step: DecoderInput) -> None:
 
 
 class CudaGraphs:
-    """A `GraphBackend` over torch's; all graphs share one pool of memory, since one runs at a time."""
+    """A `GraphBackend` over torch's; all graphs share one pool of memory, since one runs at a time, and are captured on one stream, since
+    torch keeps memory for products, 32 MiB of it, for each that it has seen.
+    """
 
     _WARM_UPS = 2
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         """See `GraphBackend.capture`. What is compiled or allocated at first use is so before the capture."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(self._WARM_UPS):
                 work()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads, which hand pages off, may go on calling the driver meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             output = work()
 
         def repeat() -> T:

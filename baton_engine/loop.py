@@ -15,7 +15,13 @@ from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 from baton.clock import Clock
-from baton.errors import BatonError, EngineError, InvariantError, UnsupportedParameterError
+from baton.errors import (
+    BatonError,
+    DeviceLostError,
+    EngineError,
+    InvariantError,
+    UnsupportedParameterError,
+)
 from baton.generation import TokenLogprobs, WorkerLoad
 from baton.ids import SeqId
 from baton_engine.messages import (
@@ -108,7 +114,7 @@ class EngineLoop:
     """Drains commands, schedules, executes, applies, tells; sleeps on its inbox when nothing can run.
 
     A row that the runner reports as failed ends its own sequence. A step that raises is executed again row by row, so that
-    only the sequences that cannot be computed fail. Any other exception ends the loop and stays visible in `failure`.
+    only the sequences that cannot be computed fail. A lost device and any exception from elsewhere end the loop and stay visible in `failure`.
 
     Args:
         scheduler: Owned by the loop from now on.
@@ -256,6 +262,8 @@ class EngineLoop:
         plan = begun.plan
         try:
             result = begun.collect()
+        except DeviceLostError:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the other rows
             logger.warning("step %d failed, its rows are computed anew: %s", plan.step, error)
             self._withdraw_next()
@@ -279,6 +287,8 @@ class EngineLoop:
             return
         try:
             following.collect()  # until then it may be writing
+        except DeviceLostError:
+            raise
         except Exception as error:  # noqa: BLE001 - its rows are computed anew
             logger.warning("step %d failed too: %s", following.plan.step, error)
         self._scheduler.withdraw(following.plan)
@@ -387,6 +397,8 @@ def execute_row_by_row(runner: StepRunner, plan: StepPlan) -> StepResult:
 def _execute_alone(runner: StepRunner, plan: StepPlan) -> StepResult:
     try:
         return runner.execute(plan)
+    except DeviceLostError:
+        raise
     except Exception as error:
         logger.exception("a row of step %d failed", plan.step)
         (row,) = plan.rows

@@ -6,7 +6,7 @@ from functools import cached_property, partial
 
 import torch
 
-from baton.errors import BatonError, EngineError
+from baton.errors import BatonError, DeviceLostError, EngineError
 from baton.generation import TokenLogprobs
 from baton.pages import FetchOutcome
 from baton_engine.cache.arena import KvArena
@@ -130,9 +130,15 @@ class ModelRunner:
 
 @contextmanager
 def _named(plan: StepPlan) -> Iterator[None]:
-    """Faults of torch and of what it was given, as those of the step."""
+    """Faults of torch and of what it was given, as those of the step; those after which a GPU computes nothing more, as its loss.
+
+    What a kernel did wrong is told by whatever call comes next. So a step that breaks off waits for the GPU (`computing_on`), and is told the
+    same again where the GPU is lost. Want of memory is no such fault.
+    """
     try:
         yield
+    except torch.AcceleratorError as error:
+        raise DeviceLostError(f"the GPU failed in step {plan.step}: {error}") from error
     except (RuntimeError, IndexError, ValueError) as error:
         raise EngineError(f"step {plan.step} failed: {error}") from error
 

@@ -144,6 +144,11 @@ class PageKernels:
     mover: "PageKernel"
     sums: "PageSums"
 
+    def warm_up(self) -> None:
+        """Compiles and loads both, for whole pages. Blocks."""
+        self.sums.of_layer(0, [0])
+        self.mover.warm_up(self.sums.page_bytes)
+
 
 def page_kernels(arena: KvArena) -> PageKernels | None:
     """The kernels of an arena on a GPU; None for one in host memory, and without Triton: the driver's own copies serve there."""

@@ -14,7 +14,7 @@ from torch.nn import functional
 from baton_engine.kernels.cpu.layers import CpuLayers, Flow
 from baton_engine.kernels.ports import HeadNorms, KernelSet, PagedBatch, Rotation
 from baton_engine.models.config import ModelSpec
-from baton_engine.models.linear import Projection
+from baton_engine.models.linear import Projection, WideOutput
 from baton_engine.models.rotary import RotaryEmbedding
 from baton_engine.sampling.draws import greedy_tokens
 
@@ -43,9 +43,13 @@ class LanguageHead:
 
     project: Projection
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `[num_rows, vocab]` float32 of the rows that sample, and of no others."""
-        return self.project(hidden)
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits `[num_rows, vocab]` float32 of the rows that sample, and of no others; in `out`, where that is given."""
+        if out is None:
+            return self.project(hidden)
+        if isinstance(self.project, WideOutput):
+            return self.project.into(hidden, out)
+        return out.copy_(self.project(hidden))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +194,11 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, step: DecoderInput, arena: LayerPages, hooks: LayerHooks | None = None
+        self,
+        step: DecoderInput,
+        arena: LayerPages,
+        hooks: LayerHooks | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes one step.
 
@@ -198,11 +206,12 @@ class Decoder:
             step: Its tokens.
             arena: Where KV lives; the pages of the step's rows are written.
             hooks: Called around the attention of each layer.
+            out: Where the logits go; None for memory of their own.
 
         Returns:
             Logits `[num_logits, vocab]` float32.
         """
-        return self.head(self.hidden(step, arena, hooks))
+        return self.head(self.hidden(step, arena, hooks), out)
 
     @torch.inference_mode()
     def hidden(

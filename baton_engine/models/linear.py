@@ -161,6 +161,10 @@ class WideOutput:
         """Maps `[num_tokens, in]` to `[num_tokens, out]` float32."""
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
 
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The same, written to `out`, which it returns."""
+        return torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
+
 
 def pack_head(
     weight: torch.Tensor, quantization: str, kernels: KernelSet, *, fixed_rows: bool

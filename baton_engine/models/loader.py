@@ -67,8 +67,8 @@ def load_decoder(
         ModelLoadError: A tensor is missing or has the wrong shape, or a file is corrupt.
     """
     chosen = kernels or select_kernels(device, dtype, deterministic=fixed_rows)
-
-    multiplies = product or choose_product(AUTO, device)
+    holds_bfloat16 = spec.dtype == "bfloat16" or dtype == torch.bfloat16
+    multiplies = product or choose_product(AUTO, device, is_used=holds_bfloat16)
 
     def hold(linear: Linear) -> Projection:
         if fixed_rows:

@@ -5,6 +5,7 @@ position) only. No generator holds state, so a draw is the same in every batch, 
 device too, except where the number falls on the edge between two tokens within the rounding of an exponential.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -29,6 +30,12 @@ def greedy_tokens(scores: torch.Tensor) -> torch.Tensor:
     # One not-a-number makes the maximum one. Told on the device: it comes to the host with the tokens.
     return tokens.where(highest.isfinite(), NO_TOKEN)
 
+
+_LEAST_LOG = -80.0
+_LEAST = 2 * math.exp(_LEAST_LOG)
+"""Weights below it, of the likeliest token's, are 0. No random number is so small that they would be drawn; and a processor takes
+ten times as long for an exponential that float32 cannot hold in full, such as that of what a grammar forbids.
+"""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -127,9 +134,9 @@ def collect_random(
 def draw_with_torch(scores: torch.Tensor, highest: torch.Tensor, rows: RandomRows) -> torch.Tensor:
     """A `DrawKernel` for any device: the definition, which others are held against."""
     places = rows.places.tensor
-    weights = (
-        scores[places].sub_(highest[places]).div_(rows.temperatures.tensor.unsqueeze(1)).exp_()
-    )
+    weights = scores.index_select(0, places).sub_(highest[places])
+    weights = weights.div_(rows.temperatures.tensor.unsqueeze(1)).clamp_(min=_LEAST_LOG).exp_()
+    torch.threshold_(weights, _LEAST, 0.0)
     if rows.filters is not None:
         drop_unlikely(weights[: rows.num_filtering], rows.filters)
     cumulative = weights.double().cumsum(1)

@@ -97,12 +97,17 @@ class Sampler:
 
     def _tokens(self, scores: torch.Tensor, asked: "_Asked") -> tuple[torch.Tensor, torch.Tensor]:
         """Of each draw, `[num_draws]`: its token, int64, and whether it means anything, bool."""
-        highest, best = scores.max(-1, keepdim=True)
-        row_of = asked.row_of.tensor
-        tokens = best[row_of, 0]
-        if asked.random is not None:
-            drawn = self._draw(scores, highest, asked.random).flatten()
-            tokens[asked.random.draws.tensor] = drawn[asked.random.drawn.tensor]
+        row_of, random = asked.row_of.tensor, asked.random
+        if random is not None and len(random.places.tensor) == len(scores):
+            # To find where it is, too, takes a CPU ten times as long.
+            highest = scores.amax(-1, keepdim=True)
+            tokens = torch.empty_like(row_of)
+        else:
+            highest, best = scores.max(-1, keepdim=True)
+            tokens = best[row_of, 0]
+        if random is not None:
+            drawn = self._draw(scores, highest, random).flatten()
+            tokens[random.draws.tensor] = drawn[random.drawn.tensor]
         return tokens, highest[row_of, 0].isfinite()
 
 

@@ -105,7 +105,11 @@ def _build(build: Build, capability: int, folder: Path) -> Built:
         fn=kernel,
         signature={argument: kinds[argument] for argument in kernel.arg_names},
         constexprs=constants,
-        attrs={(places[argument],): _ALIGNED for argument in (*build.pointers, *build.aligned)},
+        attrs={
+            (places[argument],): _ALIGNED
+            for argument in (*build.pointers, *build.aligned)
+            if not kernel.params[places[argument]].do_not_specialize_on_alignment
+        },
     )
     compiled = triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options=build.options

@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from baton.clock import ManualClock
-from baton.errors import EngineError, InvariantError
+from baton.errors import DeviceLostError, EngineError, InvariantError
 from baton.ids import SeqId
 from baton_engine.fakes.engine import FakeRunner
 from baton_engine.loop import EngineLoop
@@ -239,6 +239,33 @@ def test_a_fault_of_the_scheduler_ends_the_loop_visibly():
     loop.submit(Generate(seq_id=A, prompt=prompt(8)))
     loop.run()
     assert isinstance(loop.failure(), InvariantError)
+
+
+class Lost(FakeRunner):
+    """The third step loses its device, and whatever comes after it would too."""
+
+    steps = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.steps += 1
+        if self.steps >= 3:
+            raise DeviceLostError("an illegal memory access was encountered")
+        return super().execute(plan)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_lost_device_ends_the_loop_and_no_row_is_tried_again(ahead):
+    some = limits()
+    told: list[StepEvents] = []
+    runner = Lost(some)
+    scheduler = Scheduler(some, layout=layout(some.block_tokens), secret=SECRET)
+    loop = EngineLoop(scheduler, runner, told.append, clock=ManualClock(), ahead=ahead)
+    for seq_id in (A, B):
+        loop.submit(Generate(seq_id=seq_id, prompt=prompt(8)))
+    loop.run()
+    assert isinstance(loop.failure(), DeviceLostError)
+    assert runner.steps <= 3 + ahead
+    assert not any(isinstance(event, Failed) for step in told for event in step.events)
 
 
 class Unbalanced(Scheduler):

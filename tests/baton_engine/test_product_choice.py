@@ -3,7 +3,9 @@ import json
 import pytest
 import torch
 
+from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import ConfigError
+from baton_engine import build
 from baton_engine.kernels.cpu import product_choice
 from baton_engine.kernels.cpu.product_choice import (
     AUTO,
@@ -15,6 +17,9 @@ from baton_engine.kernels.cpu.product_choice import (
     measured,
     possible_products,
 )
+from baton_engine.models.config import load_spec
+from baton_engine.models.loader import load_decoder
+from tests.baton_engine.tiny_models import make_model
 
 CPU = torch.device("cpu")
 PANELS, ONEDNN = Bfloat16Product.PANELS, Bfloat16Product.ONEDNN
@@ -71,6 +76,71 @@ def test_where_nothing_can_be_kept_it_is_measured_each_time(folder, comparisons)
     folder.write_text("a file where a directory should be")
     assert choose_product(AUTO, CPU) is choose_product(AUTO, CPU) is PANELS
     assert comparisons == [BOTH, BOTH]
+
+
+def test_what_cannot_be_written_is_read_where_it_is_there(folder, comparisons):
+    folder.mkdir()
+    (folder / "products-key.json").write_text(
+        json.dumps({"panels": [2.0] * len(ROWS), "onednn": [1.0] * len(ROWS)})
+    )
+    (folder / "products-key.lock").mkdir()  # which nobody can lock
+    assert choose_product(AUTO, CPU, must_agree=True) is ONEDNN
+    assert comparisons == []
+
+
+def test_workers_that_have_to_agree_need_a_product_by_name_where_nothing_can_be_kept(
+    folder, comparisons
+):
+    assert choose_product(AUTO, CPU, must_agree=True) is PANELS
+    (folder / "products-key.json").unlink()
+    (folder / "products-key.tmp").mkdir()  # which nobody can write
+    for _ in range(2):
+        with pytest.raises(
+            ConfigError, match=r"auto, .* give them one of panels, onednn"
+        ) as refused:
+            choose_product(AUTO, CPU, must_agree=True)
+        assert refused.value.param == "engine.cpu_product"
+    assert choose_product(AUTO, CPU) is PANELS
+    assert choose_product("onednn", CPU, must_agree=True) is ONEDNN
+
+
+def test_a_fault_of_the_products_is_not_taken_for_one_of_the_cache(
+    folder, comparisons, monkeypatch
+):
+    asked = []
+
+    def broken(possible):
+        asked.append(possible)
+        raise RuntimeError("an illegal instruction")
+
+    monkeypatch.setattr(product_choice, "compare", broken)
+    with pytest.raises(RuntimeError, match="illegal instruction"):
+        choose_product(AUTO, CPU)
+    assert asked == [BOTH]
+
+
+def test_nothing_is_measured_for_a_model_that_holds_no_bfloat16(
+    tmp_path, folder, comparisons, monkeypatch
+):
+    asked = []
+
+    def choose(*_, **how):
+        asked.append(how)
+        return PANELS
+
+    monkeypatch.setattr(build, "choose_product", choose)
+    path = make_model(tmp_path / "model", "llama", num_layers=1)
+    spec = load_spec(path)
+    load_decoder(path, spec, torch.float32, CPU)
+    assert choose_product(AUTO, CPU, is_used=False, must_agree=True) is Bfloat16Product.WIDENED
+    assert comparisons == []
+    for dtype, deterministic in (("auto", False), ("bfloat16", True)):
+        config = EngineConfig(device="cpu", deterministic=deterministic)
+        build._choose(ModelConfig(model=str(path), dtype=dtype), config, 0)
+    assert asked == [
+        {"is_used": False, "must_agree": False},
+        {"is_used": True, "must_agree": True},
+    ]
 
 
 def test_what_is_asked_for_is_not_measured(folder, comparisons):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.errors import EngineError
+from baton.errors import DeviceLostError, EngineError
 from baton.generation import SamplingParams
 from baton.ids import BlockId, SeqId
 from baton_engine.cache.arena import KvArena
@@ -268,6 +268,29 @@ def test_the_sink_hears_nothing_when_nothing_leaves(models):
     (text,), _ = make_texts([[5]], GREEDY, block_tokens=4, chunks=(9,))
     runner.execute(StepPlan(step=0, rows=(text.row(),)))
     assert sink.told == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (torch.AcceleratorError("CUDA error: an illegal memory access", 700), DeviceLostError),
+        (torch.OutOfMemoryError("CUDA out of memory"), EngineError),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), EngineError),
+    ],
+)
+def test_a_fault_after_which_a_gpu_computes_nothing_is_its_loss(models, monkeypatch, fault, told):
+    runner, arena = make_runner(load(models("llama")), block_tokens=4, num_blocks=3)
+
+    def break_off(pairs: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(arena, "copy_pages", break_off)
+    seq = sequence([5], GREEDY, blocks=[0])
+    row = Row(seq=seq, start=0, num_tokens=1, samples=(0,))
+    with pytest.raises(told) as raised:
+        runner.execute(StepPlan(step=7, rows=(row,)))
+    assert type(raised.value) is told
+    assert "step 7" in str(raised.value)
 
 
 @pytest.mark.parametrize(

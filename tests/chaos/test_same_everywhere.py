@@ -1,9 +1,13 @@
-"""What comes out of pairs whose workers are killed all the time is what one hybrid worker gives: grammars, several samples, penalties, stop
-strings and least lengths, drawn at random.
+"""What comes out of pairs whose workers are killed all the time is what one hybrid worker gives, with guessed tokens and
+without: grammars, several samples, penalties, stop strings and least lengths, drawn at random.
 """
 
 import asyncio
 import itertools
+import json
+import re
+import socket
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,17 +16,21 @@ import httpx
 import pytest
 
 from tests.baton_engine.tiny_models import make_model, random_prompts
-from tests.e2e.served import Served, serve
+from tests.e2e.served import Served, eventually, serve
 
 pytestmark = [pytest.mark.chaos, pytest.mark.alone, pytest.mark.timeout(1500)]
 
 CASES = 300
 AT_A_TIME = 12
 COMMON = ("--dtype", "float32", "--kv-cache-memory", "32MiB")
+HYBRID = ("--hybrid-workers", "1")
 PAIRS = ("--prefill-workers", "2", "--decode-workers", "2")
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}'
+GUESSING = ("--speculative-config", DRAFTS)
 WORKERS = ("decode-0", "prefill-0", "decode-1", "prefill-1")
 LEAST_KILLED = 3
 """Of each role, before no further round of all cases is begun."""
+MOST_ROUNDS = 60
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -35,31 +43,51 @@ SCHEMA = {
 }
 FORMS: tuple[dict[str, Any], ...] = (
     {},
-    {},
+    {"allowed_token_ids": [66, 67, 68, 69]},
+    {"structured_outputs": {"regex": "(ab|abc){8,60}"}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
     {"response_format": {"type": "json_object"}},
     {"structured_outputs": {"regex": "([a-c]{2,9}-[0-9]{1,9} ){4,30}"}},
     {"guided_choice": ["yes", "no, thank you very much, but not today", "perhaps"]},
     {"structured_outputs": {"grammar": 'start: "x" (WORD " ")* "."\nWORD: /[a-z]{3,20}/'}},
 )
+"""Of answers to either endpoint. The second and the third repeat themselves, so that something can be guessed."""
+CHAT_FORMS: tuple[dict[str, Any], ...] = ()
+"""Those that chats alone may ask for: tools."""
 
 Choice = tuple[list[int], str, str]
-"""Tokens, text, and why it ended."""
+"""Tokens, what was said, and why it ended."""
 
 
-def cases() -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A request: where it is sent, and what is asked there besides the model."""
+
+    path: str
+    fields: dict[str, Any]
+
+
+def cases() -> list[Case]:
     rng = Random(17)
     prompts = random_prompts(CASES, 64, seed=17)
-    return [{"prompt": prompt} | _fields(rng, number) for number, prompt in enumerate(prompts)]
+    return [_case(rng, number, prompt) for number, prompt in enumerate(prompts)]
 
 
-def _fields(rng: Random, number: int) -> dict[str, Any]:
+def _case(rng: Random, number: int, prompt: list[int]) -> Case:
+    if rng.random() < 0.7:
+        asked: dict[str, Any] = {"prompt": prompt} | rng.choice(FORMS)
+        return Case(path="/v1/completions", fields=asked | _steers(rng, number))
+    words = " ".join(f"{token}" for token in prompt)
+    asked = {"messages": [{"role": "user", "content": words}]} | rng.choice(FORMS + CHAT_FORMS)
+    return Case(path="/v1/chat/completions", fields=asked | _steers(rng, number))
+
+
+def _steers(rng: Random, number: int) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "seed": number,
-        "temperature": rng.choice([0.6, 1.0, 1.3]),
+        "temperature": rng.choice([0.0, 0.6, 1.0, 1.3]),
         "max_tokens": rng.randint(20, 160),
     }
-    fields |= rng.choice(FORMS)
     steers: list[dict[str, Any]] = [
         {"n": rng.randint(2, 4)},
         {"presence_penalty": 1.0, "frequency_penalty": 0.5},
@@ -77,22 +105,27 @@ def _fields(rng: Random, number: int) -> dict[str, Any]:
     return fields
 
 
-async def answers(cluster: Served, asked: list[dict[str, Any]]) -> list[list[Choice]]:
+async def answers(cluster: Served, asked: list[Case]) -> list[list[Choice]]:
     """Of every request, some at a time. All have to be answered."""
     limits = httpx.Limits(max_connections=AT_A_TIME)
     turn = asyncio.Semaphore(AT_A_TIME)
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120.0, limits=limits) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
 
-        async def answer(fields: dict[str, Any]) -> list[Choice]:
+        async def answer(case: Case) -> list[Choice]:
             async with turn:
-                body = {"model": model, "return_token_ids": True} | fields
-                reply = await http.post("/v1/completions", json=body)
-            assert reply.status_code == 200, (reply.text, fields)
+                body = {"model": model, "return_token_ids": True} | case.fields
+                reply = await http.post(case.path, json=body)
+            assert reply.status_code == 200, (reply.text, case)
             found = sorted(reply.json()["choices"], key=lambda choice: int(choice["index"]))
-            return [(c["token_ids"], c["text"], c["finish_reason"]) for c in found]
+            return [(c["token_ids"], _said(c), c["finish_reason"]) for c in found]
 
         return list(await asyncio.gather(*map(answer, asked)))
+
+
+def _said(choice: dict[str, Any]) -> str:
+    """The text of a completion, or all of a chat's message."""
+    return str(choice["text"]) if "text" in choice else json.dumps(choice["message"])
 
 
 async def kill_in_turn(cluster: Served, killed: list[str]) -> None:
@@ -120,12 +153,13 @@ def _kill_busy(cluster: Served, name: str) -> bool:
 
 
 async def rounds_under_kills(
-    cluster: Served, asked: list[dict[str, Any]], killed: list[str]
+    cluster: Served, asked: list[Case], killed: list[str]
 ) -> list[list[list[Choice]]]:
     """What each round of all requests was answered."""
-    found = []
+    found: list[list[list[Choice]]] = []
     killing = asyncio.create_task(kill_in_turn(cluster, killed))
     while min(_killed_of(killed, "decode"), _killed_of(killed, "prefill")) < LEAST_KILLED:
+        assert len(found) < MOST_ROUNDS, (killed, cluster.status(), cluster.output[-50:])
         found.append(await answers(cluster, asked))
         assert not killing.done(), killing
     killing.cancel()
@@ -144,18 +178,50 @@ def _migrations(cluster: Served) -> float:
     return sum(float(line.split()[-1]) for line in found)
 
 
-def test_pairs_whose_workers_are_killed_give_what_one_worker_gives(tmp_path: Path) -> None:
+def _differences(
+    asked: list[Case], expected: list[list[Choice]], found: list[list[Choice]]
+) -> list[tuple[Case, list[Choice], list[Choice]]]:
+    both = zip(asked, expected, found, strict=True)
+    return [each for each in both if each[1] != each[2]]
+
+
+@pytest.mark.parametrize("guessing", [False, True], ids=["plain", "with drafts"])
+def test_pairs_whose_workers_are_killed_give_what_one_worker_gives(
+    tmp_path: Path, guessing: bool
+) -> None:
+    """With drafts a row's place among others changes, so that its bits may depend on them but for `--deterministic`."""
     model, asked = make_model(tmp_path / "llama", "llama"), cases()
-    with serve(str(model), "--hybrid-workers", "1", *COMMON) as cluster:
+    common = (*COMMON, "--deterministic") if guessing else COMMON
+    with serve(str(model), *HYBRID, *common) as cluster:
         expected = asyncio.run(answers(cluster, asked))
+    if guessing:
+        common = (*common, *GUESSING)
+        port = _free_port()
+        with serve(str(model), *HYBRID, *common, "--worker-metrics-port", str(port)) as cluster:
+            found = asyncio.run(answers(cluster, asked))
+            accepted = _accepted(port)
+        assert _differences(asked, expected, found) == []
+        assert accepted > CASES / 10, "hardly anything was guessed"
     killed: list[str] = []
-    with serve(str(model), *PAIRS, *COMMON) as cluster:
+    with serve(str(model), *PAIRS, *common) as cluster:
+        eventually(lambda: len(cluster.workers()) == len(WORKERS), "all workers are there")
         rounds = asyncio.run(rounds_under_kills(cluster, asked, killed))
         moved = _migrations(cluster)
         for found in rounds:
-            both = zip(asked, expected, found, strict=True)
-            assert [pair for pair in both if pair[1] != pair[2]] == []
+            assert _differences(asked, expected, found) == []
         print(
             f"{len(rounds)} rounds of {CASES} cases, {moved:g} moved; killed: {killed}", flush=True
         )
         assert moved > 0
+
+
+def _accepted(port: int) -> float:
+    told = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    found = re.search(r"^vllm:spec_decode_num_accepted_tokens_total (\S+)$", told, re.M)
+    return float(found[1]) if found else 0.0
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port: int = one.getsockname()[1]
+        return port

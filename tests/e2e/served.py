@@ -33,12 +33,14 @@ class Served:
         url: Base URL.
         runtime_dir: Where its sockets are.
         output: Everything printed so far.
+        shared_files: Names in /dev/shm that its processes were seen to map or to have open.
     """
 
     process: subprocess.Popen[str]
     url: str
     runtime_dir: Path
     output: list[str] = field(default_factory=list)
+    shared_files: set[str] = field(default_factory=set)
 
     def client(self, **settings: object) -> httpx.Client:
         """An HTTP client of the cluster."""
@@ -65,8 +67,12 @@ class Served:
         return workers
 
     def children(self) -> list[psutil.Process]:
-        """The launcher's child processes."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        """The launcher's child processes. Whoever kills one asks for it here: so what it shares is known before."""
+        launcher = psutil.Process(self.process.pid)
+        children = launcher.children(recursive=True)
+        for process in (launcher, *children):
+            self.shared_files |= _shared_files(process.pid)
+        return children
 
     def child(self, role: str) -> psutil.Process:
         """The one child that runs `role` (as its command line shows)."""
@@ -117,6 +123,7 @@ def serve(model: str | None, *flags: str, standby: bool = False) -> Iterator[Ser
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
     output: list[str] = []
+    served: Served | None = None
     reader: threading.Thread | None = None
     try:
         url = _wait_ready(process, output)
@@ -128,7 +135,8 @@ def serve(model: str | None, *flags: str, standby: bool = False) -> Iterator[Ser
             assert_at_rest(served)
     finally:
         if process.poll() is None:
-            children = psutil.Process(process.pid).children(recursive=True)
+            started = psutil.Process(process.pid).children(recursive=True)
+            children = started if served is None else served.children()
             process.send_signal(signal.SIGTERM)
             process.wait(timeout=30)
             assert_gone(children)
@@ -137,18 +145,37 @@ def serve(model: str | None, *flags: str, standby: bool = False) -> Iterator[Ser
         assert process.stdout is not None
         process.stdout.close()
     assert not runtime_dir.exists(), list(runtime_dir.iterdir())
-    assert not _abandoned(shared_before)
+    assert not _abandoned(shared_before, served.shared_files)
     os.rmdir(directory)
 
 
-def _abandoned(before: set[str]) -> set[str]:
-    """Files of shared memory that are new and that no process maps; those of tests that run beside this one are mapped."""
+_BY_PYTHON = re.compile(r"(psm_|sem\.mp-)\w+")
+"""Names that Python's multiprocessing gives: any process of the machine may have made them, also one that is not seen from
+here.
+"""
+
+
+def _abandoned(before: set[str], own: set[str]) -> set[str]:
+    """Files of shared memory that are new, and were the cluster's or are mapped by no process. Those of tests that run
+    beside this one are mapped.
+    """
     new = set(os.listdir("/dev/shm")) - before
-    for maps in Path("/proc").glob("[0-9]*/maps") if new else ():
-        with suppress(OSError):  # it has ended
-            mapped = maps.read_text()
-            new = {name for name in new if f"/dev/shm/{name}" not in mapped}
-    return new & set(os.listdir("/dev/shm"))
+    others = {name for name in new - own if not _BY_PYTHON.fullmatch(name)}
+    for process in psutil.process_iter() if others else ():
+        others -= _shared_files(process.pid)
+    return (new & own | others) & set(os.listdir("/dev/shm"))
+
+
+def _shared_files(pid: int) -> set[str]:
+    """Names in /dev/shm that a process maps or has open."""
+    paths: list[str] = []
+    with suppress(OSError):  # it has ended, or is another user's
+        mapped = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        paths += (line.split(maxsplit=5)[-1] for line in mapped)
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # it is closed
+                paths.append(os.readlink(fd))
+    return {path.removeprefix("/dev/shm/") for path in paths if path.startswith("/dev/shm/")}
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:

@@ -29,6 +29,15 @@ SCHEMA = {
 OF_SCHEMA = {
     "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 }
+COMPLEX = "start: A\nA: /.*a.{12}/ & /.*b.{13}/ & ~/.*c.{11}/"
+"""Over the limits of the work that it takes, which workers alone can tell: it depends on their tokens."""
+SAID = [{"role": "user", "content": "hello"}]
+TOO_COMPLEX: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": SAID},
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"messages": SAID, "max_tokens": 50},
+}
 ASKED: tuple[dict[str, Any], ...] = (
     OF_SCHEMA | {"temperature": 0},
     OF_SCHEMA | {"seed": 7},
@@ -55,6 +64,10 @@ def test_a_pair_draws_what_a_hybrid_worker_draws(tmp_path: Path) -> None:
         unknown = {"guided_grammar": 'start: "a" <|no_such_token|>'}  # only workers know the tokens
         refused = http.post("/v1/chat/completions", json=_body(unknown))
         assert refused.status_code == 400
+        for path, fields in TOO_COMPLEX.items():
+            refused = http.post(path, json=fields | {"structured_outputs": {"grammar": COMPLEX}})
+            assert refused.status_code == 400, (path, refused.text)
+            assert "grammar" in refused.json()["error"]["message"]
     assert handed_over == alone
     ended = [text for answers in alone[:4] for text, reason in answers if reason == "stop"]
     assert ended

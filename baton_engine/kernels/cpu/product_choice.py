@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import sha256
 from itertools import product
@@ -68,9 +68,11 @@ class Comparison:
 
     Attributes:
         milliseconds: Of each product, the shortest time for every number of `ROWS`.
+        unkept: Why other processes cannot read it; empty where they can.
     """
 
     milliseconds: Mapping[Bfloat16Product, Sequence[float]]
+    unkept: str = ""
 
     @property
     def fastest(self) -> Bfloat16Product:
@@ -99,15 +101,19 @@ def possible_products() -> tuple[Bfloat16Product, ...]:
     return tuple(possible) or (Bfloat16Product.WIDENED,)
 
 
-def choose_product(asked: str, device: torch.device) -> Bfloat16Product:
+def choose_product(
+    asked: str, device: torch.device, *, is_used: bool = True, must_agree: bool = False
+) -> Bfloat16Product:
     """The product to use. Blocks for up to a second where several may be the fastest and they were not compared here yet.
 
     Args:
         asked: `auto`, or the name of a product.
         device: Where the model will run; on a GPU the answer is of no consequence, and nothing is measured.
+        is_used: Whether weights are held as bfloat16; otherwise likewise.
+        must_agree: Whether every worker here has to choose the same: then `auto` needs a place to keep what was measured.
 
     Raises:
-        ConfigError: That product does not run here.
+        ConfigError: That product does not run here; or `auto` may give another one to the next worker.
     """
     if device.type != "cpu":
         return Bfloat16Product.WIDENED
@@ -120,26 +126,49 @@ def choose_product(asked: str, device: torch.device) -> Bfloat16Product:
                 param="engine.cpu_product",
             )
         return Bfloat16Product(asked)
-    return possible[0] if len(possible) == 1 else measured(possible).fastest
+    if not is_used:
+        return Bfloat16Product.WIDENED
+    if len(possible) == 1:
+        return possible[0]
+    comparison = measured(possible)
+    if must_agree and comparison.unkept:
+        raise ConfigError(
+            f"cpu_product is auto, and what is measured cannot be kept ({comparison.unkept}): beside deterministic"
+            f" all workers have to choose the same; give them one of {', '.join(possible)}",
+            param="engine.cpu_product",
+        )
+    return comparison.fastest
 
 
 def measured(possible: Sequence[Bfloat16Product]) -> Comparison:
-    """The comparison of `possible` on this processor: from the cache directory, or made now and put there. Processes that start at the
-    same time wait for one of them.
+    """The comparison of `possible` on this processor: from the cache directory, or made now and put there. Processes that
+    start at the same time wait for one of them.
     """
     try:
         path = _cache_directory() / f"products-{_key(possible)}.json"
+        if (kept := _read(path, possible)) is not None:
+            return kept
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock"), timeout=_LOCK_TIMEOUT_S):
-            kept = _read(path, possible)
-            if kept is not None:
-                return kept
-            comparison = compare(possible)
-            _write(path, comparison)
-            return comparison
+        lock = FileLock(path.with_suffix(".lock"))
+        lock.acquire(_LOCK_TIMEOUT_S)
     except (OSError, RuntimeError) as error:  # read-only, or no home: measured at each start
-        logger.info("the comparison of CPU products is not kept: %s", error)
-        return compare(possible)
+        return _unkept(compare(possible), error)
+    try:
+        if (kept := _read(path, possible)) is not None:
+            return kept
+        comparison = compare(possible)
+        try:
+            _write(path, comparison)
+        except OSError as error:
+            return _unkept(comparison, error)
+        return comparison
+    finally:
+        lock.release()
+
+
+def _unkept(comparison: Comparison, error: Exception) -> Comparison:
+    logger.info("the comparison of CPU products is not kept: %s", error)
+    return replace(comparison, unkept=str(error))
 
 
 def compare(possible: Sequence[Bfloat16Product]) -> Comparison:

@@ -22,7 +22,8 @@ _LEAST_ROWS = 16
 """The smallest matrix instruction's."""
 
 
-@triton.jit
+# Not compiled anew for the length of the longest context.
+@triton.jit(do_not_specialize=["table_width"])
 def decode_attention_kernel(
     query,
     pages,

@@ -110,6 +110,15 @@ class PageKernel:
                 addresses = np.concatenate(found)
                 move_rows(self._brought(addresses), length, _alignment(addresses))
 
+    def warm_up(self, page_bytes: int) -> None:
+        """Compiles and loads what moves pages of so many bytes. Blocks."""
+        memory = torch.zeros(2, page_bytes, dtype=torch.uint8, device=self._device)
+        addresses = np.array([[memory[0].data_ptr(), memory[1].data_ptr()]], np.int64)
+        with self._lock:
+            move_rows(self._brought(addresses), page_bytes, _alignment(addresses))
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+
     def _on(self, stream: int) -> AbstractContextManager[object]:
         if self._device.type != "cuda":
             return nullcontext()

@@ -17,7 +17,8 @@ _TILE = 2048
 _WORD_BYTES = 8
 
 
-@triton.jit
+# Not compiled anew for each part of a page.
+@triton.jit(do_not_specialize=["first_word"])
 def _sum_kernel(pages, blocks, sums, stride, words, first_word, tile: tl.constexpr):
     page = tl.program_id(0)
     # 64 bits: an arena has more words than an int32 counts.
@@ -71,6 +72,11 @@ class PageSums:
         self._layers = tuple(layers)
         device = self._layers[0].device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page in one layer."""
+        return self._layers[0].shape[1]
 
     def of_layer(
         self, layer_index: int, blocks: Sequence[int], parts: Sequence[slice] = ()

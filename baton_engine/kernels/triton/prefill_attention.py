@@ -20,7 +20,11 @@ from baton_engine.kernels.triton.checks import expect, expect_pages, expect_scal
 from baton_engine.kernels.triton.paged_tiles import LOG2_E, attend_tile
 
 
-@triton.jit
+# Not compiled anew for arguments that change from step to step: rows are counted, and the leading ones cut off.
+@triton.jit(
+    do_not_specialize=["num_rows", "table_width"],
+    do_not_specialize_on_alignment=["query_starts", "context_lens", "block_tables"],
+)
 def prefill_attention_kernel(
     query,
     pages,

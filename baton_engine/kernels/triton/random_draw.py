@@ -21,7 +21,8 @@ from baton_engine.kernels.triton.checks import expect
 _TILE = 2048
 
 
-@triton.jit
+# Not compiled anew for the numbers of rows and samples.
+@triton.jit(do_not_specialize=["num_filtering", "num_samples"])
 def random_draw_kernel(
     scores,
     highest,

@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import jsonschema_rs
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -12,8 +13,10 @@ from baton.clock import ManualClock
 from baton.config.schema import GrammarConfig
 from baton.errors import InvalidRequestError, OverloadedError, RateLimitedError
 from baton.telemetry.metrics import new_registry
+from router.anthropic.replies import AnthropicErrorReply
 from router.generation.answer_form import AnswerForm, StructuralTag, grammar_of
 from router.generation.grammars import GrammarChecker, _Tenant
+from router.http.errors import ErrorReply
 from tests.router.generation.random_answers import random_answer
 from tests.router.generation.schemas import INVALID, REFUSED, SCHEMAS
 from tests.router.served import MODEL, serve, tiny_tokenizer
@@ -268,6 +271,88 @@ async def test_a_wrong_form_is_refused_by_its_field(fields, param):
         reply = await served.chat(**fields)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
         assert served.generator.requests == []
+
+
+def _as_schema(path: str, schema: object) -> tuple[dict[str, Any], str]:
+    """The fields that ask for a schema in each API's own way, and which of them is refused."""
+    match path:
+        case "/v1/responses":
+            return {
+                "text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+            }, "text"
+        case "/v1/messages":
+            form = {"type": "json_schema", "schema": schema}
+            return {"output_config": {"format": form}}, "output_config"
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    return {"response_format": form}, "response_format"
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize("path", BASE)
+@pytest.mark.parametrize(
+    ("schema", "at", "why"),
+    [
+        ({"properties": {"a": {"type": "integr"}}}, ".properties.a.type", "no type 'integr'"),
+        ({"properties": {"a": {"minLength": "x"}}}, ".properties.a.minLength", "must be"),
+        ({"items": {"anyOf": [{}, {"not": {}}]}}, ".items.anyOf[1].not", "no answer can be held"),
+        ({"properties": {"a": {"pattern": "^(?=a)b"}}}, ".properties.a.pattern", "look-around"),
+        (_nested(40), ".items" * 32, "more than 32 levels"),
+        ({"enum": ["x" * 40_000, "y" * 40_000]}, "", "grammar.max_bytes"),
+    ],
+    ids=["a type", "a value", "a keyword", "lookaround", "levels", "size"],
+)
+async def test_each_api_says_where_a_schema_is_wrong(path, schema, at, why):
+    fields, param = _as_schema(path, schema)
+    async with serve() as served:
+        reply = await served.http.post(path, json=BASE[path] | fields)
+        assert_refused(path, reply, param)
+        message = reply.json()["error"]["message"]
+        assert at in message
+        assert why in message
+        assert served.generator.requests == []
+
+
+@pytest.mark.parametrize("path", BASE)
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        ({"regex": "a(?=b)"}, "look-around"),
+        ({"regex": "a(?<!b)c"}, "look-around"),
+        ({"regex": "a("}, "regex"),
+        ({"regex": "x" * 70_000}, "grammar.max_bytes"),
+        ({"grammar": "start: nothing"}, "nothing"),
+        ({"grammar": "root ::= " + '"a" ' * 3000}, "8192 characters"),
+        ({"choice": ["a"] * 1025}, "1024"),
+    ],
+    ids=["ahead", "behind", "no regex", "size", "no grammar", "GBNF's size", "choices"],
+)
+async def test_each_api_says_why_there_is_no_such_grammar(path, form, why):
+    async with serve() as served:
+        reply = await served.http.post(path, json=BASE[path] | {"structured_outputs": form})
+        assert_refused(path, reply, "structured_outputs")
+        assert why in reply.json()["error"]["message"]
+        assert served.generator.requests == []
+
+
+def assert_refused(path: str, reply: httpx.Response, param: str) -> None:
+    """In the API's own shape, by the field's name."""
+    assert reply.status_code == 400, reply.text
+    if path == MESSAGE:
+        error = AnthropicErrorReply.model_validate_json(reply.content, strict=True).error
+        assert (error.type, error.message.split(".")[0].split(":")[0]) == (
+            "invalid_request_error",
+            param,
+        )
+    else:
+        told = ErrorReply.model_validate_json(reply.content, strict=True).error
+        assert told.param == param
+        assert told.message.startswith(param)
 
 
 async def test_text_asks_for_no_grammar():
