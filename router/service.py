@@ -52,6 +52,7 @@ from router.http.connections import ADMIN_CONNECTIONS, connections_that_fit
 from router.inboxes import Inboxes
 from router.model_discovery import ModelDiscovery
 from router.pool_watch import PoolWatches, watching
+from router.roles.planning import RolePlanning, planning
 from router.routing.chains import PromptHasher
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
@@ -159,10 +160,19 @@ async def run(
                 registry=registry,
                 refused=refused,
             ) as discovery,
+            planning(
+                config,
+                view=parts.view,
+                waiting=lambda: sum(parts.admission.waiting().values()),
+                credentials=credentials,
+                clock=parts.clock,
+                registry=registry,
+            ) as roles,
             _operated(
                 config,
                 parts,
                 tenancy,
+                roles,
                 watches,
                 discovery,
                 control_address,
@@ -394,6 +404,7 @@ async def _operated(
     config: BatonConfig,
     parts: RouterParts,
     tenancy: Tenancy,
+    roles: RolePlanning | None,
     watches: PoolWatches,
     discovery: DiscoveryWatch | None,
     control_address: str,
@@ -402,11 +413,16 @@ async def _operated(
 ) -> AsyncIterator[None]:
     """Serves operators inside: the command line, and the operators' port."""
     stories = OperatorStories(
-        parts.generator.story, parts.view, MonotonicClock(), credentials, of_tenant=tenancy.story
+        parts.generator.story,
+        parts.view,
+        MonotonicClock(),
+        credentials,
+        of_tenant=tenancy.story,
+        of_planner=None if roles is None else roles.story,
     )
     pool = PoolAdminClient(watches.addresses, credentials)
     async with (
-        _control(config, parts, stories, discovery, control_address, credentials),
+        _control(config, parts, roles, stories, discovery, control_address, credentials),
         _admin(config, tenancy, pool, stories, refusals),
     ):
         yield
@@ -441,6 +457,7 @@ async def _admin(
 async def _control(
     config: BatonConfig,
     parts: RouterParts,
+    roles: RolePlanning | None,
     stories: OperatorStories,
     discovery: DiscoveryWatch | None,
     address: str,
@@ -458,6 +475,7 @@ async def _control(
         clock=parts.clock,
         version=version(),
         model=_names(config)[0],
+        role_given=None if roles is None else roles.pin,
     )
     control_pb2_grpc.add_ControlServicer_to_server(control, rpc)
     bind(rpc, address, credentials)
