@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -251,9 +252,8 @@ def test_a_worker_of_another_model_or_cluster_is_refused_by_field_and_the_others
         made.has(a=2)
         made.start_worker("b", 3, BATON_MODEL_SERVED_MODEL_NAME="another")
         made.start_worker("c", 4, BATON_CLUSTER_SECRET="77" * 32)
-        refused = 'baton_workers_refused_total{field="%s"}'
-        for field_ in ("model_fingerprint", "cluster.secret"):
-            eventually(lambda f=field_: metric(url, refused % f) > 1, field_, READY_S)
+        for by in ("model_fingerprint", "cluster.secret"):
+            eventually(partial(refused_more_than_once, url, by), by, READY_S)
         made.has(a=2)
         status = made.status()
         assert status is not None
@@ -263,3 +263,7 @@ def test_a_worker_of_another_model_or_cluster_is_refused_by_field_and_the_others
         assert "is refused: cluster.secret: " in told[f"127.0.0.4:{PORT}"]
         assert made.log("router").count("worker cannot be used") == 2
         assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 200
+
+
+def refused_more_than_once(url: str, by: str) -> bool:
+    return metric(url, f'baton_workers_refused_total{{field="{by}"}}') > 1
