@@ -17,6 +17,7 @@ from router.text.stop_strings import StopStrings
 from router.text.tokenizer import Tokenizer
 from tests.router.parsing.test_output_format import END, byte_tokenizer
 from tests.router.parsing.test_parser import Said, said
+from tests.router.text.tiny_tokenizers import token_id
 
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 TOOLS = [ToolSchema(name="now", parameters={"type": "object"})]
@@ -43,7 +44,9 @@ def deltas(
 ) -> tuple[list[Delta], Choice]:
     """What a choice gains that draws the text, looked at after some of its tokens."""
     found = made_format(tokenizer)
-    body = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "x"}])  # type: ignore[list-item]
+    body = ChatCompletionRequest.model_validate(
+        {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    )
     reads = MarkedTokens(
         texts={token: mark for mark, token in found.marker_ids.items()},
         reasoning=(found.marker_ids["<think>"], found.marker_ids["</think>"]),
@@ -53,7 +56,7 @@ def deltas(
     choice = Choice(0, tokenizer.decoder(), body, stops, reads)
     ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
     gained: list[Delta] = []
-    for place, token in enumerate([*ids, tokenizer.backend.token_to_id(END)]):
+    for place, token in enumerate([*ids, token_id(tokenizer.backend, END)]):
         finish = FinishReason.STOP if place == len(ids) else None
         choice.push(TokenSample(sample=0, token=token, finish=finish))
         if (place in taken_after or choice.finished) and (delta := choice.take()) is not None:
@@ -97,8 +100,7 @@ def test_a_stop_string_that_begins_like_a_mark_holds_it_back_and_loses_nothing(
 
 def test_text_that_spells_a_mark_is_text(tokenizer: Tokenizer) -> None:
     spelt = "a</think>b<tool_call>c"
-    ids = [tokenizer.backend.token_to_id(char) for char in spelt]
-    assert None not in ids
+    ids = [token_id(tokenizer.backend, char) for char in spelt]
     choice = ParsedChoice(made_format(tokenizer).parser(TOOLS, in_reasoning=False))
     found = said(choice.push(Delta(0, spelt, ids, finish=FinishReason.STOP)))
     assert (found.content, found.calls) == (spelt, [])

@@ -113,7 +113,8 @@ async def test_every_token_has_its_figures_also_where_it_is_a_part_of_a_call(
 async def test_without_tools_or_with_none_of_them_marks_are_text() -> None:
     async with serve(chat_template=TEMPLATE) as served:
         served.says(call("now"))
-        for fields in ({}, {"tools": [NOW], "tool_choice": "none"}):
+        none: dict[str, Any] = {"tools": [NOW], "tool_choice": "none"}
+        for fields in ({}, none):
             reply = (await served.chat(**fields)).json()["choices"][0]
             assert reply["message"]["content"] == call("now")
             assert reply["finish_reason"] == "stop"
@@ -164,7 +165,7 @@ async def test_reasoning_is_told_apart_and_counted_as_reasoning() -> None:
         assert (message["content"], message["reasoning"]) == ("42", "hm")
         assert message["reasoning_content"] == "hm"
         served.says("still</think>42")
-        thinking = {"chat_template_kwargs": {"thinks": True}}
+        thinking: dict[str, Any] = {"chat_template_kwargs": {"thinks": True}}
         *chunks, _ = events((await served.chat(stream=True, **thinking)).text)
         said, finish = message_of(chunks)
         assert (said["reasoning"], said["content"], finish) == ("still", "42", "stop")
@@ -176,7 +177,7 @@ async def test_reasoning_is_told_apart_and_counted_as_reasoning() -> None:
 async def test_a_budget_for_thinking_is_a_grammar(field: str) -> None:
     async with serve(chat_template=TEMPLATE) as served:
         served.says("hm</think>42")
-        thinking = {"chat_template_kwargs": {"thinks": True}, field: 5}
+        thinking: dict[str, Any] = {"chat_template_kwargs": {"thinks": True}, field: 5}
         assert (await served.chat(**thinking)).status_code == 200
         assert "max_tokens=5" in grammar(served)
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}

@@ -3,7 +3,7 @@
 import json
 import random
 
-import jsonschema
+import jsonschema_rs
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
@@ -14,6 +14,7 @@ from router.generation.answer_form import CALL_SCHEMA, AnswerForm, grammar_of
 from router.parsing.families import REASONING_FAMILIES, TOOL_FAMILIES
 from router.parsing.output_format import OutputFormat, ToolSchema, detect_format
 from tests.router.parsing.test_parser import Said, said
+from tests.router.text.tiny_tokenizers import token_id
 
 END = "<|im_end|>"
 TOOLS = (
@@ -102,7 +103,7 @@ def test_whatever_the_grammar_of_calls_allows_is_calls(family: str, as_tokens: b
         assert found.calls
         assert not found.content
         for name, arguments in found.calls:
-            jsonschema.validate(json.loads(arguments), schemas[name])
+            jsonschema_rs.validate(schemas[name], json.loads(arguments))
 
 
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
@@ -125,9 +126,9 @@ def test_reasoning_ends_after_its_tokens_and_the_answer_follows(
     for seed in range(4):
         tokens = drawn(grammar, tokenizer, seed)
         found = parse(made, tokenizer, tokens, inside=inside)
-        jsonschema.validate(json.loads(found.content), TOOLS[0].parameters)
+        jsonschema_rs.validate(TOOLS[0].parameters, json.loads(found.content))
         if as_tokens:
-            assert tokens.index(tokenizer.token_to_id(family.end)) <= 7 + (not inside)
+            assert tokens.index(token_id(tokenizer, family.end)) <= 7 + (not inside)
 
 
 @pytest.mark.parametrize(
