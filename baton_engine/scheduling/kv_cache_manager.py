@@ -15,6 +15,11 @@ from baton_engine.scheduling.request import Request, Sequence
 
 Copy = tuple[BlockId, BlockId]
 
+_DRAFTER_BEHIND = 64
+"""Tokens, in whole pages, that a draft model computes at once where no drafts are asked of it: few enough to be found by the next prompt of
+a conversation, and so many that it costs next to nothing.
+"""
+
 
 class KvCacheManager:
     """Pages of sequences over one arena.
@@ -224,11 +229,12 @@ class KvCacheManager:
         sequence.num_published = num_full
 
     def awaits_drafter(self, sequence: Sequence) -> bool:
-        """Whether a page is full that could be published if a draft model's KV were in it."""
+        """Whether pages are full that could be published if a draft model's KV were in them."""
         if not self._has_drafter or not self._share_prefixes:
             return False
         size = self.block_tokens
-        return sequence.num_computed // size > sequence.num_drafted // size
+        num_pages = sequence.num_computed // size - sequence.num_drafted // size
+        return num_pages >= max(1, _DRAFTER_BEHIND // size)
 
     def _published_page(self, sequence: Sequence, index: int) -> PublishedPage:
         prompt, block = sequence.request.prompt, sequence.blocks[index]
