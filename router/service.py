@@ -233,7 +233,12 @@ def compose(
     index = PrefixIndex()
     view = ClusterView(index, silence_timeout_s=config.silence_timeout_s)
     window_tokens = config.prefill_window_tokens
-    capacity = WorkerCapacity(view, MeasuredSpeed(), prefill_window_tokens=window_tokens)
+    capacity = WorkerCapacity(
+        view,
+        MeasuredSpeed(),
+        prefill_window_tokens=window_tokens,
+        local_decode_sequences=config.local_decode_sequences,
+    )
     local_prefill = LocalPrefill(
         max_tokens=config.local_prefill_tokens, max_stall_s=config.local_prefill_stall_s
     )

@@ -259,6 +259,7 @@ RULES: tuple[Rule, ...] = (
         "cluster.drain_timeout_s",
         "router.local_prefill_tokens",
         "router.local_prefill_stall_s",
+        "router.local_decode_sequences",
     ),
     _one_of("log.level", LOG_LEVELS),
     Rule(path="trace.endpoint", holds=bool, demand="must not be empty"),

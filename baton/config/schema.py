@@ -171,6 +171,8 @@ class RouterConfig:
         local_prefill_tokens: With `predictive`, a decode worker may compute up to so many tokens of a prompt itself, where
             that is predicted to be better; 0 forbids it.
         local_prefill_stall_s: The longest time for which that may hold up the sequences that decode there.
+        local_decode_sequences: Where no decode worker has room, a prefill worker without a prompt to compute may decode up to so many
+            sequences itself; 0 forbids it.
         chat_template: File of the template that conversations are written by, or the template itself; empty for the model's own.
         chat_template_content_format: What the template is given as the content of a message: `string` for its text, `openai`
             for a list of one part with that text, `auto` for what the template asks for.
@@ -207,6 +209,7 @@ class RouterConfig:
     policy: str = "predictive"
     local_prefill_tokens: int = 512
     local_prefill_stall_s: float = 0.05
+    local_decode_sequences: int = 0
     chat_template: str = ""
     chat_template_content_format: str = "auto"
     root_path: str = ""

@@ -197,9 +197,11 @@ class KvCacheManager:
         forked.append(token)
         return forked
 
-    def received(self, sequence: Sequence) -> None:
-        """The KV of all its tokens has come from another engine into its pages."""
-        sequence.num_computed = sequence.num_drafted = len(sequence.tokens)
+    def received(self, sequence: Sequence, *, but_last: bool = False) -> None:
+        """The KV of all its tokens has come from another engine into its pages. With `but_last` that of the last one is computed anew, in
+        a page that is its own until then.
+        """
+        sequence.num_computed = sequence.num_drafted = len(sequence.tokens) - but_last
         sequence.num_external = len(sequence.tokens) // self.block_tokens
         self.story.record("received", sequence.blocks, seq_id=sequence.seq_id)
         self.publish(sequence)
