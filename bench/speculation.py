@@ -1,6 +1,8 @@
-"""What guessed tokens bring: `python -m bench.speculation [--shape llama116m] [--rounds N] [--json FILE]`.
+"""What guessed tokens bring: `python -m bench.speculation [--shape llama116m] [--rounds N] [--only WAY ...] [--json FILE]`.
 
-Two engines over one model, one with drafts from n-grams and one without, in turns. The model has random weights, but for its head, which
+Two engines over one model, one with drafts and one without, in turns: drafts from n-grams; from a draft model, the first two layers of the
+model under the same head; from one that is always wrong, whose head names another token; and from the model itself, all of whose drafts have to
+be accepted, though they cost as much as they bring. The model has random weights, but for its head, which
 makes it say a passage of 64 tokens over and over; what it draws at a temperature leaves the passage every dozen tokens and goes on at another
 place of it, as edited code or an extracted text repeats what stands before, with changes. Random text is drawn from 24 tokens alike, so that
 pairs of them come again while what followed is mostly wrong: drafts are found, and the engine has to learn that they do not pay. That
@@ -9,6 +11,7 @@ both engines say the same is counted.
 
 import argparse
 import json
+import shutil
 import tempfile
 import threading
 import time
@@ -33,12 +36,14 @@ if TYPE_CHECKING:
     from baton_engine.build import BuiltEngine
     from baton_engine.ports import SpeculationCounts
 
-SPECULATION: dict[str, object] = {
+NGRAMS: dict[str, object] = {
     "method": "ngram",
     "num_speculative_tokens": 8,
     "prompt_lookup_max": 5,
     "prompt_lookup_min": 2,
 }
+_DRAFT_LAYERS, _NUM_DRAFTS = 2, 5
+WAYS = ("ngram", "draft_model", "wrong_drafter", "equal_drafter")
 _PROMPT, _TOKENS = 128, 160
 _PASSAGE = range(1000, 1064)
 _RANDOM = range(1000, 1024)
@@ -147,22 +152,73 @@ def _build(directory: Path, speculation: dict[str, object]) -> "BuiltEngine":
     )
 
 
-def measure(directory: Path, rounds: int, tell: Callable[[str], None]) -> dict[str, float]:
-    """All figures."""
-    guessing_built, plain_built = _build(directory, SPECULATION), _build(directory, {})
-    counts = guessing_built.speculation_counts
-    assert counts is not None
+def make_drafter(model: Path, directory: Path, *, is_wrong: bool) -> dict[str, object]:
+    """Writes the first layers of `model` as one of its own, whose head names the token after the right one where it `is_wrong`; returns how
+    to ask for it.
+    """
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, directory)
+    weights = load_file(model / "model.safetensors")
+    left_out = [f"model.layers.{index}." for index in range(_DRAFT_LAYERS, 1000)]
+    kept = {name: w for name, w in weights.items() if not name.startswith(tuple(left_out))}
+    if is_wrong:
+        kept["lm_head.weight"] = kept["lm_head.weight"].roll(1, 0).contiguous()
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"num_hidden_layers": _DRAFT_LAYERS}
+    (directory / "config.json").write_text(json.dumps(config))
+    return _by_model(directory)
+
+
+def _by_model(directory: Path) -> dict[str, object]:
+    return {
+        "method": "draft_model",
+        "model": str(directory),
+        "num_speculative_tokens": _NUM_DRAFTS,
+    }
+
+
+def measure(
+    directory: Path, rounds: int, only: Sequence[str], tell: Callable[[str], None]
+) -> dict[str, float]:
+    """All figures of `only` these ways to guess."""
+    model = directory / "model"
+    ways = {
+        "ngram": lambda: NGRAMS,
+        "draft_model": lambda: make_drafter(model, directory / "drafter", is_wrong=False),
+        "wrong_drafter": lambda: make_drafter(model, directory / "wrong", is_wrong=True),
+        "equal_drafter": lambda: _by_model(model),
+    }
+    plain_built = _build(model, {})
     figures: dict[str, float] = {}
     try:
-        guessing, plain = Timed(guessing_built), Timed(plain_built)
-        for name, repeats in (("repetitive", True), ("random", False)):
-            for batch in (1, 8):
-                found = _contest(guessing, plain, counts, rounds, batch, repeats=repeats)
-                figures |= {f"{key}_{name}_b{batch}": value for key, value in found.items()}
-                tell(f"{name}, batch {batch}: {found}")
+        plain = Timed(plain_built)
+        for way in only:
+            built = _build(model, ways[way]())
+            try:
+                figures |= _of_one_way(way, built, plain, rounds, tell)
+            finally:
+                built.host.close()
     finally:
-        guessing_built.host.close()
         plain_built.host.close()
+    return figures
+
+
+def _of_one_way(
+    way: str, built: "BuiltEngine", plain: Timed, rounds: int, tell: Callable[[str], None]
+) -> dict[str, float]:
+    counts = built.speculation_counts
+    assert counts is not None
+    guessing = Timed(built)
+    figures: dict[str, float] = {}
+    for name, repeats in (("repetitive", True), ("random", False)):
+        if way == "equal_drafter" and not repeats:
+            continue
+        for batch in (1, 8):
+            found = _contest(guessing, plain, counts, rounds, batch, repeats=repeats)
+            figures |= {f"{way}_{key}_{name}_b{batch}": value for key, value in found.items()}
+            tell(f"{way}, {name}, batch {batch}: {found}")
     return figures
 
 
@@ -191,10 +247,10 @@ def _contest(
     drafted, accepted = counts.draft_tokens - before[0], counts.accepted_tokens - before[1]
     ratios = [one / other for one, other in zip(*rates, strict=True)]
     return {
-        "ngram_over_plain": median(ratios),
+        "over_plain": median(ratios),
         "plain_tok_s": median(rates[1]),
-        "drafts_per_token": drafted / ((rounds + 1) * batch * _TOKENS),
-        "draft_acceptance": accepted / drafted if drafted else 0.0,
+        "per_token": drafted / ((rounds + 1) * batch * _TOKENS),
+        "acceptance": accepted / drafted if drafted else 0.0,
         "same_texts": same / ((rounds + 1) * batch),
     }
 
@@ -204,12 +260,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama116m")
     parser.add_argument("--rounds", type=int, default=5, help="turns of either engine")
+    parser.add_argument("--only", choices=WAYS, nargs="+", default=WAYS, help="ways to guess")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
-        write_model(SHAPES[arguments.shape], Path(directory))
-        make_repeat(Path(directory))
-        figures = measure(Path(directory), arguments.rounds, print)
+        model = Path(directory) / "model"
+        write_model(SHAPES[arguments.shape], model)
+        make_repeat(model)
+        figures = measure(Path(directory), arguments.rounds, arguments.only, print)
     report = Report(
         benchmark="speculation",
         settings={
@@ -217,8 +275,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             "rounds": arguments.rounds,
             "prompt_tokens": _PROMPT,
             "output_tokens": _TOKENS,
+            "draft_layers": _DRAFT_LAYERS,
+            "num_drafts_by_model": _NUM_DRAFTS,
         }
-        | {name: str(value) for name, value in SPECULATION.items()},
+        | {name: str(value) for name, value in NGRAMS.items()},
         figures=figures,
     )
     for name, value in sorted(figures.items()):

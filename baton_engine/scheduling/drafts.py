@@ -115,6 +115,7 @@ class SequenceDrafts:
         verified: Drafts that were verified and could have been accepted, fading.
         accepted: Those of them that were, fading.
         tried_at: How long the text was when drafts were asked for last.
+        patience: By how many tokens it has to grow before they are asked for again, where they do not pay.
         are_found: Whether there were any then.
         num_accepted: Of the drafts of the step that is computed.
     """
@@ -125,6 +126,7 @@ class SequenceDrafts:
     verified: float = _FIRST_WEIGHT
     accepted: float = _FIRST_WEIGHT * FIRST_CHANCE
     tried_at: int = 0
+    patience: int = 32
     are_found: bool = True
     num_accepted: int = 0
 

@@ -15,6 +15,11 @@ from baton_engine.scheduling.request import Request, Sequence
 
 Copy = tuple[BlockId, BlockId]
 
+_DRAFTER_BEHIND = 64
+"""Tokens, in whole pages, that a draft model computes at once where no drafts are asked of it: few enough to be found by the next prompt of
+a conversation, and so many that it costs next to nothing.
+"""
+
 
 class KvCacheManager:
     """Pages of sequences over one arena.
@@ -192,9 +197,11 @@ class KvCacheManager:
         forked.append(token)
         return forked
 
-    def received(self, sequence: Sequence) -> None:
-        """The KV of all its tokens has come from another engine into its pages."""
-        sequence.num_computed = sequence.num_drafted = len(sequence.tokens)
+    def received(self, sequence: Sequence, *, but_last: bool = False) -> None:
+        """The KV of all its tokens has come from another engine into its pages. With `but_last` that of the last one is computed anew, in
+        a page that is its own until then.
+        """
+        sequence.num_computed = sequence.num_drafted = len(sequence.tokens) - but_last
         sequence.num_external = len(sequence.tokens) // self.block_tokens
         self.story.record("received", sequence.blocks, seq_id=sequence.seq_id)
         self.publish(sequence)
@@ -224,11 +231,12 @@ class KvCacheManager:
         sequence.num_published = num_full
 
     def awaits_drafter(self, sequence: Sequence) -> bool:
-        """Whether a page is full that could be published if a draft model's KV were in it."""
+        """Whether pages are full that could be published if a draft model's KV were in them."""
         if not self._has_drafter or not self._share_prefixes:
             return False
         size = self.block_tokens
-        return sequence.num_computed // size > sequence.num_drafted // size
+        num_pages = sequence.num_computed // size - sequence.num_drafted // size
+        return num_pages >= max(1, _DRAFTER_BEHIND // size)
 
     def _published_page(self, sequence: Sequence, index: int) -> PublishedPage:
         prompt, block = sequence.request.prompt, sequence.blocks[index]

@@ -25,8 +25,10 @@ from baton_engine.scheduling.plan import Row
 from baton_engine.scheduling.request import Sequence, State
 from baton_engine.scheduling.step_cost import StepCost
 
-_TRY_AGAIN_AFTER = 32
-"""Where drafts do not pay, one is computed all the same once the text is longer by so many tokens: it may begin to repeat itself."""
+_TRY_AGAIN_AFTER, _MOST_PATIENCE = 32, 256
+"""Where drafts do not pay, one is computed all the same once the text is longer by so many tokens: it may begin to repeat itself. Each time
+that it does not pay again twice as many pass, up to the second number.
+"""
 
 _PAYS_OFF = 1.5
 """A draft has to bring so many times the tokens per second that there are without it: what is known of its chance and its cost errs."""
@@ -132,14 +134,15 @@ class Speculator:
             return 0
         worth = min(most, self._worth(sequence, load))
         if not worth:
-            if not self._may_probe or not _is_to_be_tried(sequence, _TRY_AGAIN_AFTER):
+            if not self._may_probe or not _is_to_be_tried(sequence, _patience(sequence)):
                 return 0
             self._may_probe = False
-            worth = 1
         if sequence.drafts is None:
-            sequence.drafts = SequenceDrafts(index=self._new_index())
-        sequence.drafts.tried_at = len(sequence.tokens)
-        return worth
+            sequence.drafts = SequenceDrafts(index=self._new_index(), patience=_TRY_AGAIN_AFTER)
+        drafts = sequence.drafts
+        drafts.tried_at = len(sequence.tokens)
+        drafts.patience = _TRY_AGAIN_AFTER if worth else min(2 * drafts.patience, _MOST_PATIENCE)
+        return max(1, worth)
 
     def proposed(self, sequence: Sequence, tokens: SequenceOf[int]) -> int:
         """A model has drawn these behind a running sequence; returns how many are of use."""
@@ -167,7 +170,11 @@ class Speculator:
         return found
 
     def _most(self, sequence: Sequence) -> int:
-        """Drafts that could be of use: the last token of a text is drawn, and never computed."""
+        """Drafts that could be of use: the last token of a text is drawn, and never computed. None behind a beam, which seldom goes on with
+        its likeliest token.
+        """
+        if sequence.request.search is not None:
+            return 0
         left = sequence.request.final_len - len(sequence.tokens) - 1
         return min(self._config.num_speculative_tokens, left)
 
@@ -218,7 +225,7 @@ class Speculator:
         if self._most(sequence) <= 1:  # one token is being drawn
             return False
         if not self._worth(sequence, load):
-            return _is_to_be_tried(sequence, _TRY_AGAIN_AFTER)
+            return _is_to_be_tried(sequence, _patience(sequence))
         are_found = sequence.drafts is None or sequence.drafts.are_found
         return are_found or _is_to_be_tried(sequence, _LOOK_AGAIN_AFTER)
 
@@ -244,6 +251,10 @@ class Speculator:
             row.seq.num_drafted += place < drafts.num_written
             self.counts.accepted_tokens += 1
             self.counts.accepted_per_position[place] += 1
+
+
+def _patience(sequence: Sequence) -> int:
+    return _TRY_AGAIN_AFTER if sequence.drafts is None else sequence.drafts.patience
 
 
 def _is_to_be_tried(sequence: Sequence, after: int) -> bool:

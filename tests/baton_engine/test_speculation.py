@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -400,6 +401,18 @@ def test_a_step_tries_one_of_those_again_whose_turn_it_is():
         bench.speculator.begin_step()
         chosen = [bench.speculator.choose(sequence, load) for sequence in running]
         assert chosen == [[7] if place == turn else [] for place in range(3)]
+
+
+def test_what_does_not_pay_is_tried_less_and_less_often():
+    bench = Bench(row_s=1.0)
+    sequence = doubtful(bench.sequence((7,) * 40), tried_at=8)
+    tried: list[int] = []
+    for length in range(40, 1200):
+        sequence.tokens.append(7)
+        bench.speculator.begin_step()
+        if bench.speculator.choose(sequence, StepLoad.of([sequence])):
+            tried.append(length)
+    assert [late - early for early, late in pairwise(tried)] == [64, 128, 256, 256, 256]
 
 
 def test_all_texts_of_a_step_share_what_it_reads():

@@ -50,8 +50,16 @@ def test_a_pair_that_guesses_answers_as_a_worker_that_does_not(tmp_path: Path, b
         cluster.client() as http,
     ):
         guessed = [_choices(http, fields) for fields in (*ASKED, *stops)]
-        accepted = sum(_accepted(port + worker) for worker in range(2))
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        drafts, drafted, accepted = (
+            sum(_counted(port + worker, f"num_{name}_total") for worker in range(2))
+            for name in names
+        )
+        first_place = 'num_accepted_tokens_per_pos_total{position="0"}'
+        accepted_first = sum(_counted(port + worker, first_place) for worker in range(2))
     assert guessed == plain
+    assert 0 < accepted_first <= drafts <= drafted
+    assert accepted_first <= accepted <= drafted
     # Whether a model's drafts pay depends on how quick this machine is; some are made all the same.
     assert accepted > (20 if by == "ngram" else 0)
 
@@ -64,9 +72,9 @@ def _choices(http: httpx.Client, fields: dict[str, Any]) -> list[dict[str, Any]]
     return choices
 
 
-def _accepted(port: int) -> float:
+def _counted(port: int, name: str) -> float:
     told = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-    found = re.search(r"^vllm:spec_decode_num_accepted_tokens_total (\S+)$", told, re.M)
+    found = re.search(rf"^vllm:spec_decode_{re.escape(name)} (\S+)$", told, re.M)
     return float(found[1]) if found else 0.0
 
 
