@@ -41,7 +41,7 @@ def over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer, Answer], httpx.As
             app = server(servers[base_url], asked[base_url])
             return real(transport=httpx.ASGITransport(app=app), base_url=base_url)
 
-        monkeypatch.setattr(nixl_proxy.httpx, "AsyncClient", client)
+        monkeypatch.setattr(httpx, "AsyncClient", client)
         app = nixl_proxy.proxy("http://p", "http://d")
         return real(transport=httpx.ASGITransport(app=app), base_url="http://proxy")
 
