@@ -20,6 +20,7 @@ from baton_engine.cache.arena import DrafterPages, KvArena
 from baton_engine.cuda_graphs import DecodeGraphs
 from baton_engine.draft_model import DraftModel
 from baton_engine.grammar import load_compiler
+from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.messages import Abort, Generate, Prefill, Receive
 from baton_engine.models.config import kv_layout, load_spec
 from baton_engine.models.draft_spec import check_draft_length, load_draft_spec
@@ -305,7 +306,7 @@ def test_a_drafter_that_fails_fails_nothing_else(model, small, caplog):
         plain.scheduler, plain.runner, [Generate(seq_id=ONE, prompt=asked("sampled"))], ahead=False
     )
     engine = WholeEngine(model, speculation=by(small))
-    assert engine.drafter is not None
+    assert isinstance(engine.drafter, DraftModel)
     broken = Broken(engine.drafter)
     found, _ = draw_all(
         engine.scheduler,
@@ -320,9 +321,12 @@ def test_a_drafter_that_fails_fails_nothing_else(model, small, caplog):
 
 
 def test_drafts_can_be_repeated_from_graphs(model, small):
-    plain, eager = drawn(WholeEngine(model), "sampled"), WholeEngine(model, speculation=by(small))
+    """Of kernels that take rows of padding, as those of a GPU do."""
+    kernels = ReferenceKernels()
+    plain = drawn(WholeEngine(model, kernels=kernels), "sampled")
+    eager = WholeEngine(model, kernels=kernels, speculation=by(small))
     drafter = eager.drafter
-    assert drafter is not None
+    assert isinstance(drafter, DraftModel)
     backend = EagerGraphs()
     drafter._graphs = DecodeGraphs(
         drafter._model,
