@@ -21,6 +21,29 @@ class FinishReason(Enum):
     ABORT = "abort"
 
 
+class EarlyStopping(Enum):
+    """When a beam search is over before its beams are as long as they may be, once as many texts have ended as there are beams. The values
+    are transformers'.
+    """
+
+    HEURISTIC = "false"  # no beam scores more at its present length than the worst of them
+    ALWAYS = "true"  # at once
+    NEVER = "never"  # no beam can ever score more than the worst of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How the likeliest texts are searched for.
+
+    Attributes:
+        length_penalty: A text's score is the sum of its tokens' log-probabilities, divided by their number to this power.
+        early_stopping: When the search ends.
+    """
+
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn.
@@ -48,6 +71,8 @@ class SamplingParams:
         bad_words: Token sequences that the output does not hold: the last token of one cannot be drawn behind the others. Where
             that, or `min_tokens`, would leave none of `allowed_token_ids` or of `grammar`, both give way for that token.
         grammar: What the output must follow, as llguidance writes grammars; empty for anything.
+        beam_search: The samples are the likeliest texts that a search with as many beams finds, the likeliest first, and nothing is drawn;
+            all their tokens are told when it ends. None where tokens are drawn.
     """
 
     temperature: float = 1.0
@@ -68,6 +93,7 @@ class SamplingParams:
     allowed_token_ids: PackedTokens = NO_TOKENS
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: str = ""
+    beam_search: BeamSearchParams | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -277,6 +277,7 @@ class EngineLoop:
         self._scheduler.measured(plan, result, seconds)
         events = self._fail_rows(plan, result)
         sampled = self._scheduler.update_from_output(plan, result, now_s)
+        events += self._scheduler.take_computed()
         self._emit_events(plan.step, events, sampled, always=bool(plan.follows))
         self._publish()
 

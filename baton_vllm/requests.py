@@ -44,6 +44,7 @@ SAMPLING: Mapping[str, Treatment] = {
     "allowed_token_ids": Treatment.TRANSLATED,
     "bad_words": Treatment.TRANSLATED,  # as token ids, past vLLM's tokenizer
     "grammar": Treatment.TRANSLATED,  # compiled by Baton's compiler, in place of vLLM's
+    "beam_search": Treatment.REFUSED,  # vLLM searches above its engine, a request of one token per beam and step
 }
 """Every field of `SamplingParams`. One that is refused, or not here, is refused by its name where it differs from its default."""
 
@@ -97,6 +98,8 @@ def refusal(prompt: Prompt, stop_ids: frozenset[int]) -> UnsupportedParameterErr
 
 def _unsupported(prompt: Prompt, stop_ids: frozenset[int]) -> str | None:
     sampling = prompt.sampling
+    if sampling.beam_search is not None:
+        return "use_beam_search is not supported"
     for name in (*_refused(prompt, PROMPT), *_refused(sampling, SAMPLING)):
         return f"{name} is not supported"
     if sampling.allowed_token_ids and sampling.bad_words:

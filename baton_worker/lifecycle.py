@@ -268,7 +268,7 @@ class LegLifecycle:
             case Reserved():
                 actions = self._advance(leg, event, now_s)
             case PromptComputed():
-                actions = [] if leg.ended else self._hand_off(leg, (), event.prompt_logprobs, now_s)
+                actions = self._computed(leg, event, now_s)
             case Released() | Failed():
                 del self._legs.seqs[leg.seq_id]
                 actions = self._gone(leg, event, now_s)
@@ -283,6 +283,15 @@ class LegLifecycle:
             leg.started_s = now_s
             leg.cached_tokens, leg.pooled_tokens = event.cached_tokens, event.pooled_tokens
         return self._advance(leg, event, now_s)
+
+    def _computed(self, leg: WorkerLeg, event: PromptComputed, now_s: float) -> list[WorkerAction]:
+        """A prompt is computed, and no token is told with it."""
+        if leg.kind is LegKind.PREFILL and not leg.ended:
+            return self._hand_off(leg, (), event.prompt_logprobs, now_s)
+        if leg.state is not _S.PREFILLING:
+            return []  # what was received or preempted was computed again
+        self._legs.move(leg, _S.RUNNING)
+        return [_prefilled(leg, (), event.prompt_logprobs, now_s)]
 
     def _gone(self, leg: WorkerLeg, event: Released | Failed, now_s: float) -> list[WorkerAction]:
         """The engine has let go of a sequence."""

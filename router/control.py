@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import grpc
 
 from baton.clock import Clock
-from baton.ids import RequestId, Role, WorkerId
+from baton.ids import RequestId, Role, WorkerId, WorkerIdentity
 from baton.rpc.admission import asker
 from baton.rpc.channel import open_channel
 from baton.rpc.credentials import ClusterCredentials
@@ -56,6 +56,7 @@ class RouterControl(pb_grpc.ControlServicer):
         clock: Monotonic; the view's.
         version: Of Baton.
         model: Name of the served model.
+        role_given: Told of a worker whose role an operator decides on.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class RouterControl(pb_grpc.ControlServicer):
         clock: Clock,
         version: str,
         model: str,
+        role_given: Callable[[WorkerIdentity], None] | None = None,
     ) -> None:
         self._view = view
         self._links = links
@@ -80,6 +82,7 @@ class RouterControl(pb_grpc.ControlServicer):
         self._clock = clock
         self._version = version
         self._model = model
+        self._role_given = role_given
 
     async def Status(  # noqa: N802  # the stub's name
         self,
@@ -192,6 +195,8 @@ class RouterControl(pb_grpc.ControlServicer):
             by=by,
             force=request.force,
         )
+        if self._role_given is not None:
+            self._role_given(worker.identity)
         asked = pb.SetRoleRequest(role=request.role, timeout_s=request.timeout_s, by=by)
         wait_s = request.timeout_s + _WORKER_WAIT_S
         return await self._ask(worker, context, lambda stub: stub.SetRole(asked, timeout=wait_s))

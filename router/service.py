@@ -51,6 +51,7 @@ from router.http.connections import ADMIN_CONNECTIONS, connections_that_fit
 from router.inboxes import Inboxes
 from router.model_discovery import ModelDiscovery
 from router.pool_watch import watching
+from router.roles.planning import RolePlanning, planning
 from router.routing.chains import PromptHasher
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
@@ -143,8 +144,23 @@ async def run(
             open_tenancy(config, registry, refused) as tenancy,
             sharing(config, parts.admission, refused),
             watching(pool_addresses, parts.view.pools, credentials=credentials),
+            planning(
+                config,
+                view=parts.view,
+                waiting=lambda: sum(parts.admission.waiting().values()),
+                credentials=credentials,
+                clock=parts.clock,
+                registry=registry,
+            ) as roles,
             _operated(
-                config, parts, tenancy, pool_addresses, control_address, credentials, refusals
+                config,
+                parts,
+                tenancy,
+                roles,
+                pool_addresses,
+                control_address,
+                credentials,
+                refusals,
             ),
             _http(
                 _app(config, parts, loaded, registry, tenancy, tracer, grammars),
@@ -367,6 +383,7 @@ async def _operated(
     config: BatonConfig,
     parts: RouterParts,
     tenancy: Tenancy,
+    roles: RolePlanning | None,
     pool_addresses: Sequence[str],
     control_address: str,
     credentials: ClusterCredentials,
@@ -374,11 +391,16 @@ async def _operated(
 ) -> AsyncIterator[None]:
     """Serves operators inside: the command line, and the operators' port."""
     stories = OperatorStories(
-        parts.generator.story, parts.view, MonotonicClock(), credentials, of_tenant=tenancy.story
+        parts.generator.story,
+        parts.view,
+        MonotonicClock(),
+        credentials,
+        of_tenant=tenancy.story,
+        of_planner=None if roles is None else roles.story,
     )
     pool = PoolAdminClient(pool_addresses, credentials)
     async with (
-        _control(config, parts, stories, control_address, credentials),
+        _control(config, parts, roles, stories, control_address, credentials),
         _admin(config, tenancy, pool, stories, refusals),
     ):
         yield
@@ -413,6 +435,7 @@ async def _admin(
 async def _control(
     config: BatonConfig,
     parts: RouterParts,
+    roles: RolePlanning | None,
     stories: OperatorStories,
     address: str,
     credentials: ClusterCredentials,
@@ -428,6 +451,7 @@ async def _control(
         clock=parts.clock,
         version=version(),
         model=_names(config)[0],
+        role_given=None if roles is None else roles.pin,
     )
     control_pb2_grpc.add_ControlServicer_to_server(control, rpc)
     bind(rpc, address, credentials)

@@ -229,6 +229,34 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolesConfig:
+    """How workers' roles follow the load (`router/roles/planner.py`).
+
+    Attributes:
+        planner: `off`; `dry_run`, which says what it would do; `on`. Of several routers that share a Redis (`tenants.redis_url`)
+            one plans.
+        ttft_target_s: What has piled up on prefill workers is to be computed in this time.
+        tbt_target_s: Time between tokens on decode workers, where no request was promised a shorter one.
+        high_pressure: A worker changes its role when a pool has more than this share of what it should have at most.
+        gain: By this share at least of the pressure a change must lower it.
+        sustained_s: A change must have been worth it for so long.
+        cooldown_s: After a change there is no other for so long.
+        drain_timeout_s: How long a worker may take to finish what its new role does not take; else it stays what it is.
+        pinned_s: A worker whose role an operator has changed (`baton role`) is left alone for so long.
+    """
+
+    planner: str = "off"
+    ttft_target_s: float = 2.0
+    tbt_target_s: float = 0.05
+    high_pressure: float = 0.8
+    gain: float = 0.15
+    sustained_s: float = 10.0
+    cooldown_s: float = 60.0
+    drain_timeout_s: float = 300.0
+    pinned_s: float = 900.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TenantsConfig:
     """Tenants that may use the cluster: where they are described, and how routers share what they count.
 
@@ -511,6 +539,7 @@ class BatonConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    roles: RolesConfig = field(default_factory=RolesConfig)
     tenants: TenantsConfig = field(default_factory=TenantsConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     admin: AdminConfig = field(default_factory=AdminConfig)

@@ -5,6 +5,8 @@ from math import isfinite
 
 from baton.generation import (
     NO_SLO,
+    BeamSearchParams,
+    EarlyStopping,
     FinishReason,
     Prompt,
     SamplingParams,
@@ -47,7 +49,7 @@ def prompt_from_proto(message: pb.GenerationRequest) -> Prompt:
     """The prompt of a leg's request.
 
     Raises:
-        ValueError: Its tokens are cut short.
+        ValueError: Its tokens are cut short, or its beam search ends by no rule that is known.
     """
     return Prompt(
         prompt_tokens=tuple(PackedTokens(message.prompt_tokens)),
@@ -100,6 +102,22 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:
         allowed_token_ids=sampling.allowed_token_ids.packed,
         bad_words=[PackedTokens.of(word).packed for word in sampling.bad_words],
         grammar=sampling.grammar,
+        beam_search=_beams_to_proto(sampling.beam_search),
+    )
+
+
+def _beams_to_proto(asked: BeamSearchParams | None) -> pb.BeamSearch | None:
+    if asked is None:
+        return None
+    return pb.BeamSearch(
+        length_penalty=asked.length_penalty, early_stopping=asked.early_stopping.value
+    )
+
+
+def _beams_from_proto(message: pb.BeamSearch) -> BeamSearchParams:
+    return BeamSearchParams(
+        length_penalty=message.length_penalty,
+        early_stopping=EarlyStopping(message.early_stopping),
     )
 
 
@@ -124,6 +142,9 @@ def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
         allowed_token_ids=PackedTokens(message.allowed_token_ids),
         bad_words=tuple(tuple(PackedTokens(word)) for word in message.bad_words if word),
         grammar=message.grammar,
+        beam_search=_beams_from_proto(message.beam_search)
+        if message.HasField("beam_search")
+        else None,
     )
 
 

@@ -20,6 +20,9 @@ from baton_cluster.cli.story import story_text
 from baton_cluster.launch import child_stories
 from baton_cluster.launch.runtime_dir import ROUTER_SOCKET
 
+PLANNER = "planner"
+"""The name under which a router tells of its planner (`router/roles/planner.py`)."""
+
 _PARTS = (
     ("queue on prefill", "queue_s"),
     ("fetch from pool", "fetch_s"),
@@ -43,21 +46,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which request of which cluster, and in what form."""
     parser.add_argument(
         "request_id",
+        nargs="?",
         metavar="REQUEST_ID",
         help="the `id` of the reply; with --story also a process, such as decode-0, a tenant's id, or the key of a block",
     )
     parser.add_argument(
         "--story", action="store_true", help="what router and workers did about it, event by event"
     )
+    parser.add_argument(
+        "--planner",
+        action="store_true",
+        help="instead of a request: which workers changed their roles, why, and how the pools stand",
+    )
     router_control.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Explains one request."""
-    if arguments.story:
-        cluster = router_control.cluster_dir(arguments)
-        told = asyncio.run(fetch_story(cluster, arguments.request_id))
-        sys.stdout.write(story_text(told, arguments.request_id, as_json=arguments.json))
+    """Explains one request, or the planner.
+
+    Raises:
+        InvalidRequestError: Neither was asked for, or both.
+    """
+    if arguments.planner == (arguments.request_id is not None):
+        raise InvalidRequestError("explain needs either a REQUEST_ID or --planner")
+    if arguments.story or arguments.planner:
+        cluster, name = router_control.cluster_dir(arguments), arguments.request_id or PLANNER
+        try:
+            told = asyncio.run(fetch_story(cluster, name))
+        except InvalidRequestError:
+            if not arguments.planner:
+                raise
+            raise InvalidRequestError("this router has no planner: roles.planner is off") from None
+        sys.stdout.write(story_text(told, name, as_json=arguments.json))
         return 0
     address = router_control.router_address(arguments)
     reply = asyncio.run(fetch(address, arguments.request_id))

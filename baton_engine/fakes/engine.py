@@ -15,6 +15,7 @@ from baton_engine.layer_hooks import KvLayerHooks
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Command, StepEvents
 from baton_engine.ports import BlockSink, KvSource, LayerSink
+from baton_engine.scheduling.beams import BeamSearch
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.plan import DraftPlan, Launched, Row, StepPlan, StepResult
 from baton_engine.scheduling.request import Sequence, State
@@ -95,6 +96,12 @@ class FakeRunner:
         hooks = KvLayerHooks(plan, self._source, self._sink)
         with hooks:
             tokens = self._run_layers(plan, hooks)
+        drawing = [row for row in plan.rows for _ in row.samples]
+        logprobs = {
+            place: self._likeliest(row)
+            for place, row in enumerate(drawing)
+            if row.seq.request.search is not None
+        }
         scores = tuple(self._score(row) for row in plan.rows)
         lost = hooks.outcome.failed if hooks.outcome is not None else {}
         failed = tuple(
@@ -102,7 +109,9 @@ class FakeRunner:
             for place, row in enumerate(plan.rows)
             if row.seq.seq_id in lost
         )
-        return StepResult(tokens=tokens, scores=scores, failed=failed, fetched=hooks.outcome)
+        return StepResult(
+            tokens=tokens, logprobs=logprobs, scores=scores, failed=failed, fetched=hooks.outcome
+        )
 
     def _run_layers(self, plan: StepPlan, hooks: KvLayerHooks) -> list[int]:
         """All layers share one page here: it is complete once the last one has been brought."""
@@ -117,6 +126,11 @@ class FakeRunner:
         """What stands for the log-probability of a token here: its own id, negated."""
         scored = row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored]
         return tuple(TokenLogprobs(logprob=-float(token), rank=1) for token in scored)
+
+    def _likeliest(self, row: Row) -> TokenLogprobs:
+        """What a beam can go on with, by the KV that its row has written."""
+        kv = self._read(self.pages, row.seq.blocks, row.start + row.num_tokens - 1)
+        return _likeliest(kv, row.seq.params.logprobs or 0, self._vocab_size)
 
     def _compute(self, row: Row) -> list[int]:
         seq = row.seq
@@ -194,6 +208,30 @@ class FakeRunner:
             token = _mix(kv, ~sample) % self._vocab_size
             yield token
             kv = _mix(kv, token)
+
+    def find_all(self, prompt: tuple[int, ...], search: BeamSearch, first: int) -> list[list[int]]:
+        """The texts that `search` finds, whose first sample is `first`: the oracle again."""
+        kv, count = 0, search.params.logprobs or 0
+        for token in prompt:
+            kv = _mix(kv, token)
+        beams = {first: kv}
+        while not search.is_over:
+            extensions = search.step(
+                {sample: _likeliest(kv, count, self._vocab_size) for sample, kv in beams.items()}
+            )
+            beams = {each.sample: _mix(beams[each.parent], each.token) for each in extensions}
+        return [[beam.token for beam in found.text.tokens()] for found in search.finished]
+
+
+def _likeliest(kv: int, count: int, vocab_size: int) -> TokenLogprobs:
+    """The `count` likeliest tokens after some KV, in an order that a hash gives them."""
+    best = sorted((_mix(kv, ~token) % _MODULUS, token) for token in range(vocab_size))[:count]
+    return TokenLogprobs(
+        logprob=0.0,
+        rank=1,
+        top_tokens=tuple(token for _, token in best),
+        top_logprobs=tuple(-1.0 - number / _MODULUS for number, _ in best),
+    )
 
 
 def _as_it_is(seq: Sequence) -> Sequence:

@@ -123,8 +123,12 @@ def _goes_on(sequence: Sequence) -> bool:
 
 
 def _needs_outcome(current: InFlightStep, going_on: list[Sequence], queues: SequenceQueues) -> bool:
-    """Whether planning needs the outcome of `current`: a prompt is computed, or one could be admitted for a sequence that ends."""
+    """Whether planning needs the outcome of `current`: a prompt is computed, or one could be admitted for a sequence that ends; or beams
+    are, of which it is not known which go on.
+    """
     if queues.prefilling or any(s.state is State.PREFILLING for s in current.sequences):
+        return True
+    if any(s.request.search is not None for s in current.sequences):
         return True
     return bool(queues.num_waiting) and len(going_on) < len(current.sequences)
 

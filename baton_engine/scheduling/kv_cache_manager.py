@@ -206,9 +206,11 @@ class KvCacheManager:
         forked.append(token)
         return forked
 
-    def received(self, sequence: Sequence) -> None:
-        """The KV of all its tokens has come from another engine into its pages."""
-        sequence.num_computed = len(sequence.tokens)
+    def received(self, sequence: Sequence, *, but_last: bool = False) -> None:
+        """The KV of all its tokens has come from another engine into its pages. With `but_last` that of the last one is computed anew, in
+        a page that is its own until then.
+        """
+        sequence.num_computed = len(sequence.tokens) - but_last
         self.drafted_prompt(sequence)
         sequence.num_external = len(sequence.tokens) // self.block_tokens
         self.story.record("received", sequence.blocks, seq_id=sequence.seq_id)
@@ -261,8 +263,11 @@ class KvCacheManager:
         return (sequence.num_drafted - self._draft_shift) // self.block_tokens
 
     def awaits_drafter(self, sequence: Sequence) -> bool:
-        """Whether pages are full that could be published if a draft model's KV were in them."""
-        if not self._has_drafter or not self._share_prefixes:
+        """Whether pages are full that could be published if a draft model's KV were in them. Those of beams are not: by then other beams
+        share them.
+        """
+        is_beam = sequence.request.search is not None
+        if not self._has_drafter or not self._share_prefixes or is_beam:
             return False
         size = self.block_tokens
         num_pages = sequence.num_computed // size - self._num_drafted_pages(sequence)

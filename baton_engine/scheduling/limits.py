@@ -61,8 +61,13 @@ class EngineLimits:
             return InvalidRequestError(
                 f"at most {self.max_running} samples can run at once", param="n"
             )
-        if prompt.output_tokens and len(prompt.samples) > 1:
+        beams = prompt.sampling.beam_search is not None
+        if prompt.output_tokens and (len(prompt.samples) > 1 or beams):
             return InvalidRequestError("only a single sample can be resumed", param="n")
+        if beams and 2 * len(prompt.samples) > self.vocab_size:
+            # Else the prompt's first tokens may be too few for all of them to go on from.
+            message = f"at most {self.vocab_size // 2} beams with this vocabulary"
+            return InvalidRequestError(message, param="n")
         if prompt.sampling.max_tokens <= len(prompt.output_tokens):
             return InvalidRequestError("no token is left to generate", param="max_tokens")
         return None
@@ -86,10 +91,27 @@ class EngineLimits:
                 f"the whole KV cache holds {room}"
             )
             return PromptTooLongError(message, param="max_tokens")
+        if decodes_here and prompt.sampling.beam_search is not None:
+            return self._beams_too_long(prompt)
         return None
+
+    def _beams_too_long(self, prompt: Prompt) -> BatonError | None:
+        """Beams only go on together: all of them have to fit, beside the pages of the prompt that they share."""
+        shared = len(prompt.tokens) // self.block_tokens
+        own = max(0, self.num_blocks_for(self.final_len(prompt) - 1) - shared)
+        needed = shared + len(prompt.samples) * own
+        if needed <= self.num_blocks:
+            return None
+        message = (
+            f"{len(prompt.samples)} beams of up to {self.final_len(prompt)} tokens take {needed} pages, "
+            f"the whole KV cache has {self.num_blocks}"
+        )
+        return PromptTooLongError(message, param="max_tokens")
 
     def wrong_start(self, prompt: Prompt, first_tokens: tuple[TokenSample, ...]) -> str | None:
         """Why decoding of `prompt` cannot start from `first_tokens`; None when it can."""
+        if prompt.sampling.beam_search is not None:
+            return "a beam search starts from its prompt" if first_tokens else None
         if sorted(token.sample for token in first_tokens) != sorted(prompt.samples):
             return "the first tokens do not belong to the samples asked for"
         if not all(0 <= token.token < self.vocab_size for token in first_tokens):

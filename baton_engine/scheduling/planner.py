@@ -131,7 +131,7 @@ class StepPlanner:
 
         Samples of one prompt stand next to each other in this order, and the last of them to write needs no copy. So a page
         that is copied from stays in use, and no page is written in this step before it is copied. A sequence that is preempted
-        comes last of all, so it was given nothing in this step yet.
+        comes last of all, so it was given nothing in this step yet; but for beams, which are preempted together.
 
         Returns:
             Pages to copy before anything is computed.
@@ -140,7 +140,7 @@ class StepPlanner:
         needy = filter(self._cache.needs_slot, self._queues.running)
         for sequence in sorted(needy, key=self._preemption_order):
             while sequence.state is State.RUNNING and not self._cache.append_slot(sequence, copies):
-                self._preempt_last(for_=sequence)
+                self._preempt_last(copies, for_=sequence)
         return copies
 
     def _drafts(self, running: SequenceOf[Sequence]) -> list[Row]:
@@ -177,16 +177,33 @@ class StepPlanner:
         )
         return go_on and self._budgets.are_bound(running)
 
-    def _preempt_last(self, *, for_: Sequence) -> None:
+    def _preempt_last(self, copies: list[Copy], *, for_: Sequence) -> None:
         victim = self._queues.preemption_victim(self._preemption_order)
         if victim is None:
             what = "runs, finds no page, and none can be preempted"
             raise self._queues.broken(for_, what, pages=self._cache.story.story(for_.seq_id))
+        samples = victim.samples
+        if victim.request.search is not None:
+            self._give_up_beams(victim, copies)
+            samples = victim.request.prompt.samples
         self._cache.preempt(victim)
         if victim.drafts is not None:
             victim.drafts.forget()
-        self._queues.move(victim, State.WAITING)
+        self._queues.move(victim, State.WAITING, samples=samples)
         self.preemptions += 1
+
+    def _give_up_beams(self, victim: Sequence, copies: list[Copy]) -> None:
+        """Beams only go on together: the others end with `victim`, which becomes the prompt again that all came from. Nobody was told
+        of their texts.
+        """
+        request = victim.request
+        written = {block for beam in request.sequences for block in beam.blocks}
+        copies[:] = [copy for copy in copies if copy[1] not in written]
+        for beam in tuple(request.sequences):
+            if beam is not victim:
+                self._cache.free(beam)
+                self._queues.move(beam, State.ENDED)
+        victim.back_to_prompt(self._limits.block_tokens)
 
     def _add_chunks(self, draft: "StepDraft") -> list[SeqEvent]:
         """Goes on with prompts that were begun. What waits and comes before one of them is admitted before it."""

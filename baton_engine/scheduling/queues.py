@@ -14,11 +14,11 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.PREFILLING, State.RESERVED, State.ENDED}),
     State.PREFILLING: frozenset({State.RUNNING, State.HANDING_OFF, State.WAITING, State.ENDED}),
     State.RUNNING: frozenset({State.WAITING, State.ENDED}),
-    State.RESERVED: frozenset({State.RUNNING, State.ENDED}),
+    State.RESERVED: frozenset({State.RUNNING, State.PREFILLING, State.ENDED}),
     State.HANDING_OFF: frozenset({State.ENDED}),
     State.ENDED: frozenset(),
 }
-"""PREFILLING and RUNNING to WAITING is a preemption."""
+"""PREFILLING and RUNNING to WAITING is a preemption; RESERVED to PREFILLING, where a received prompt's last token is computed anew."""
 
 ADMITTED = frozenset({State.PREFILLING, State.RUNNING, State.RESERVED})
 

@@ -12,6 +12,7 @@ from baton.ids import BlockId, BlockKey, LegKind, SeqId
 from baton.pages import PageFetch
 from baton_engine.messages import AddRequest
 from baton_engine.ports import TokenConstraint
+from baton_engine.scheduling.beams import BeamSearch
 from baton_engine.scheduling.drafts import SequenceDrafts
 
 
@@ -45,6 +46,7 @@ class Request:
         has_kv: Of kind receive: whether the KV has come and decoding has started.
         deadline_s: When its first token is due; None without a target.
         constraint: What its output must follow, before the first token that is drawn here; None for anything.
+        search: Finds its samples where they are searched for: each of its sequences then is a beam. None where they are drawn.
     """
 
     asked: AddRequest
@@ -56,6 +58,7 @@ class Request:
     has_kv: bool = False
     deadline_s: float | None = None
     constraint: TokenConstraint | None = None
+    search: BeamSearch | None = None
 
     @property
     def seq_id(self) -> SeqId:
@@ -152,6 +155,13 @@ class Sequence:
     constraint: TokenConstraint | None = None
     drafts: SequenceDrafts | None = None
 
+    def back_to_prompt(self, block_tokens: int) -> None:
+        """What its search has found is forgotten: it is searched for again from the prompt on."""
+        assert self.request.search is not None
+        self.request.search.restart()
+        self.tokens = list(self.request.prompt.tokens)
+        del self.keys[len(self.tokens) // block_tokens :]
+
     def append(self, token: int) -> None:
         """Its text goes on with `token`."""
         self.tokens.append(token)
@@ -171,7 +181,8 @@ class Sequence:
     @property
     def params(self) -> SamplingParams:
         """How tokens are drawn."""
-        return self.request.prompt.sampling
+        search = self.request.search
+        return self.request.prompt.sampling if search is None else search.params
 
     @property
     def slo(self) -> SloTargets:

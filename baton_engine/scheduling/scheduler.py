@@ -34,6 +34,7 @@ from baton_engine.messages import (
     FlushCache,
     Generate,
     Prefill,
+    PromptComputed,
     Receive,
     Release,
     Released,
@@ -42,6 +43,7 @@ from baton_engine.messages import (
     Start,
 )
 from baton_engine.ports import KvSource, SpeculationCounts, TokenConstraint
+from baton_engine.scheduling.beams import BeamSearch, FinishedText
 from baton_engine.scheduling.in_flight import InFlightStep, InFlightSteps, plan_ahead
 from baton_engine.scheduling.kv_cache_manager import KvCacheManager
 from baton_engine.scheduling.limits import EngineLimits
@@ -117,6 +119,7 @@ class Scheduler:
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = 0
         self._steps = 0
+        self._computed: list[PromptComputed] = []
 
     @property
     def speculation_counts(self) -> SpeculationCounts | None:
@@ -144,6 +147,11 @@ class Scheduler:
     def take_published(self) -> list[PublishedPage]:
         """Full pages that were computed here and came to be shared since the last call."""
         return self._cache.take_published()
+
+    def take_computed(self) -> list[PromptComputed]:
+        """Prompts of beam searches that were computed since the last call."""
+        taken, self._computed = self._computed, []
+        return taken
 
     def take_block_changes(self) -> BlockChanges | None:
         """Which full blocks came to be held and which were given up since the last call; None for none."""
@@ -209,6 +217,7 @@ class Scheduler:
             deadline_s=None if ttft_s is None else self._queues.now_s + ttft_s,
             constraint=constraint,
         )
+        request.search = _search_for(request)
         self._arrivals += 1
         self._requests[seq_id] = request
         self._queues.add(request.first_sequence(), State.WAITING)
@@ -232,6 +241,10 @@ class Scheduler:
         if wrong is not None:
             return self._end_with(request, InvalidRequestError(wrong))
         request.has_kv = True
+        if request.search is not None:
+            self._cache.received(sequence, but_last=True)
+            self._queues.move(sequence, State.PREFILLING)
+            return []
         self._cache.received(sequence)
         first_tokens = command.first_tokens
         going_on = [(first.sample, first.token) for first in first_tokens if first.finish is None]
@@ -307,6 +320,7 @@ class Scheduler:
         self._queues.now_s = self._cache.story.now_s = now_s
         step = self._in_flight.end(plan)
         sampled = _Columns(result)
+        extended: dict[Request, dict[int, TokenLogprobs]] = {}
         place = 0
         for index, (row, sequence) in enumerate(zip(plan.rows, step.sequences, strict=True)):
             first, place = place, place + len(row.samples)
@@ -324,12 +338,17 @@ class Scheduler:
                 self._cache.publish(sequence)
             if not row.samples:
                 continue
+            if request.search is not None:
+                extended.setdefault(request, {})[sequence.sample] = result.logprobs[first]
+                continue
             if sequence.state is State.PREFILLING:
                 self._end_prefill(sequence, first, sampled)
             else:
                 self._append(sequence, first, sampled)
             if request.scores is not None:
                 sampled.prompt_logprobs[request.seq_id] = request.take_scores()
+        for request, likeliest in extended.items():
+            self._extend_beams(request, likeliest, sampled)
         for row in plan.rows:
             if len(row.draft) == 1 and row.seq.state is State.RUNNING:
                 self._cache.drop_lookahead(row.seq)
@@ -389,6 +408,45 @@ class Scheduler:
         self._queues.move(sequence, State.RUNNING, samples=(sample,))
         for fork in forks:
             self._queues.add(fork, State.RUNNING)
+
+    def _extend_beams(
+        self, request: Request, likeliest: dict[int, TokenLogprobs], sampled: "_Columns"
+    ) -> None:
+        """A step of a search: each beam is extended by a token, where the output is generated here. With the last step the texts are told.
+
+        Args:
+            request: Whose beams.
+            likeliest: By sample, the likeliest next tokens of each of them.
+            sampled: Takes the texts.
+        """
+        search, beams = request.search, {beam.sample: beam for beam in request.sequences}
+        assert search is not None
+        first = request.sequences[0]
+        if first.state is State.PREFILLING:
+            scores = None if request.scores is None else request.take_scores()
+            self._computed.append(PromptComputed(seq_id=request.seq_id, prompt_logprobs=scores))
+            if request.kind is LegKind.PREFILL:
+                self._queues.move(first, State.HANDING_OFF)
+                return
+        extensions = search.step(likeliest)
+        if search.is_over:
+            for sample, found in zip(request.prompt.samples, search.finished, strict=True):
+                sampled.add_text(request, sample, found)
+            self._end_all(request)
+            return
+        going_on = {extension.parent for extension in extensions}
+        for sample, beam in beams.items():
+            if sample not in going_on:
+                self._end(beam)
+        forks = [extension for extension in extensions if extension.sample != extension.parent]
+        for fork in forks:
+            parent = beams[fork.parent]
+            self._queues.add(self._cache.fork(parent, fork.sample, fork.token), State.RUNNING)
+        for extension in extensions:
+            if extension.sample == extension.parent:
+                beams[extension.parent].append(extension.token)
+        if first.state is State.PREFILLING:
+            self._queues.move(first, State.RUNNING, samples=(first.sample,))
 
     def fail(self, seq: Sequence, error: BatonError) -> list[SeqEvent]:
         """Ends the request that `seq` belongs to, because its row could not be computed; no other is touched. Nothing happens
@@ -467,6 +525,15 @@ class Scheduler:
         self._blocks.check_integrity(held + self._in_flight.pinned)
 
 
+def _search_for(request: Request) -> BeamSearch | None:
+    """What finds the samples of a request that asks for a search."""
+    prompt = request.prompt
+    if prompt.sampling.beam_search is None:
+        return None
+    most = request.final_len - len(prompt.prompt_tokens)
+    return BeamSearch(prompt.sampling, prompt.samples, request.stop_ids, most)
+
+
 def _no_scores_yet(prompt: Prompt, kind: LegKind) -> list[TokenLogprobs] | None:
     """Scores are wanted from the engine that computes the prompt, not from the one that receives its pages."""
     wanted = prompt.sampling.prompt_logprobs is not None and kind is not LegKind.RECEIVE
@@ -494,6 +561,17 @@ class _Columns:
         self._samples.append(sample)
         self._tokens.append(self.drawn[place])
         self._finish_reasons.append(finish)
+
+    def add_text(self, request: Request, sample: int, found: FinishedText) -> None:
+        """The text that a search has found for `sample`."""
+        for beam in found.text.tokens():
+            if beam.logprobs is not None:
+                self._logprobs[len(self._tokens)] = beam.logprobs
+            self._seq_ids.append(request.seq_id)
+            self._samples.append(sample)
+            self._tokens.append(beam.token)
+            self._finish_reasons.append(None)
+        self._finish_reasons[-1] = found.finish
 
     def columns(self) -> SampledTokens | None:
         """All that were added; None for none."""

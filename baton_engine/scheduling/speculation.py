@@ -172,7 +172,11 @@ class Speculator:
         return found
 
     def _most(self, sequence: Sequence) -> int:
-        """Drafts that could be of use: the last token of a text is drawn, and never computed."""
+        """Drafts that could be of use: the last token of a text is drawn, and never computed. None behind a beam, which seldom goes on with
+        its likeliest token.
+        """
+        if sequence.request.search is not None:
+            return 0
         left = sequence.request.final_len - len(sequence.tokens) - 1
         return min(self._config.num_speculative_tokens, left)
 

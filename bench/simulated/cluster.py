@@ -1,7 +1,7 @@
 """A trace replayed through the router's core against a simulated cluster."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
@@ -28,10 +28,19 @@ from bench.simulated.prefill import PrefillWorker
 from kv_transfer.ticket import Permit
 from router.dispatch.actions import Action, Emit, Fail, Finish, SendLeg
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.events import BlocksReported, Event, TimePassed, WorkerJoined
+from router.dispatch.events import (
+    BlocksReported,
+    Event,
+    LoadReported,
+    RoleChanged,
+    TimePassed,
+    WorkerJoined,
+)
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
 from router.ports import GenerationRequest
+from router.roles.look import look_at
+from router.roles.planner import Flip, RolePlanner
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
@@ -46,6 +55,7 @@ _LAYOUT = KvLayout(
     layers=tuple(LayerName(f"layers.{number}") for number in range(80)),
 )
 _REPORT_S, _TICK_S = 0.25, 0.5
+_LOOK_S = 1.0
 _MAX_SEQUENCES = 128
 _NEVER_S = 1e9
 
@@ -74,11 +84,22 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleChange:
+    """A worker got another role; `decided_s` is when the planner said so."""
+
+    decided_s: float
+    changed_s: float
+    worker: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """A whole replay."""
 
     served: Sequence[Served]
     prefill_busy_share: float
+    role_changes: Sequence[RoleChange] = ()
 
 
 class Replay:
@@ -95,13 +116,24 @@ class Replay:
         root = root_key(_SECRET, scope="", layout=_LAYOUT)
         self._texts = [_text(root, request) for request in requests]
 
-    def run(self, policy: str, *, speedup: float, seed: int) -> Outcome:
+    def run(
+        self, policy: str, *, speedup: float, seed: int, planner: RolePlanner | None = None
+    ) -> Outcome:
         """Replays with the trace's clock going `speedup` times as fast.
+
+        Args:
+            policy: Of routing.
+            speedup: Of the trace's clock.
+            seed: Of what is drawn.
+            planner: Changes workers' roles on the way; they keep them where there is none.
 
         Raises:
             EngineError: A request was not served to its end, which is a fault of the simulation or of the router.
         """
-        return _Run(self._requests, self._texts, self._hardware, policy, speedup, seed).outcome()
+        run = _Run(
+            self._requests, self._texts, self._hardware, policy, speedup, seed, planner=planner
+        )
+        return run.outcome()
 
 
 class _Run:
@@ -115,13 +147,18 @@ class _Run:
         policy: str,
         speedup: float,
         seed: int,
+        *,
+        planner: RolePlanner | None,
     ) -> None:
         self._timeline = Timeline()
+        self._planner = planner
+        self._flipping: tuple[Flip, float] | None = None
+        self._role_changes: list[RoleChange] = []
         self._texts: dict[RequestId, Text] = {}
         self._served: dict[RequestId, Served] = {}
         self._left = len(requests)
         index = PrefixIndex()
-        view = ClusterView(index, silence_timeout_s=_NEVER_S, stall_timeout_s=_NEVER_S)
+        self._view = view = ClusterView(index, silence_timeout_s=_NEVER_S, stall_timeout_s=_NEVER_S)
         placement = Placement(
             view=view,
             index=index,
@@ -145,7 +182,8 @@ class _Run:
         busy_s = sum(worker.busy_s for worker in self._prefill.values())
         return Outcome(
             served=list(self._served.values()),
-            prefill_busy_share=busy_s / span_s / len(self._prefill),
+            prefill_busy_share=busy_s / span_s / self._prefill_workers,
+            role_changes=self._role_changes,
         )
 
     def _build(self, hardware: Hardware) -> None:
@@ -158,27 +196,33 @@ class _Run:
         blocks = hardware.cache_tokens // _LAYOUT.block_tokens
         prefill = [_identity("p", number) for number in range(hardware.prefill_workers)]
         decode = [_identity("d", number) for number in range(hardware.decode_workers)]
+        numbered = [*enumerate(prefill), *enumerate(decode)]
+        caches = {identity: BlockCache(blocks) for _, identity in numbered}
+        # Every worker has both halves, and one cache; its role says which half is asked.
         self._decode = {
             identity: DecodeWorker(
-                identity, hardware.decode_speed(number), BlockCache(blocks), _MAX_SEQUENCES, room
+                identity, hardware.decode_speed(number), caches[identity], _MAX_SEQUENCES, room
             )
-            for number, identity in enumerate(decode)
+            for number, identity in numbered
         }
         self._prefill = {
             identity: PrefillWorker(
                 identity,
                 hardware.prefill_speed(number),
-                BlockCache(blocks),
-                {d: hardware.link(number, at) for at, d in enumerate(decode)},
+                caches[identity],
+                {to: hardware.link(number, at) for at, to in numbered},
                 room,
             )
-            for number, identity in enumerate(prefill)
+            for number, identity in numbered
         }
-        for identities, role in ((prefill, Role.PREFILL), (decode, Role.DECODE)):
-            for identity in identities:
-                self._join(identity, role, blocks)
+        self._prefill_workers = len(prefill)
+        self._roles = dict.fromkeys(prefill, Role.PREFILL) | dict.fromkeys(decode, Role.DECODE)
+        for identity, role in self._roles.items():
+            self._join(identity, role, blocks)
         self._timeline.after(_REPORT_S, self._report)
         self._timeline.after(_TICK_S, self._tick)
+        if self._planner is not None:
+            self._timeline.after(_LOOK_S, self._look)
 
     def _join(self, identity: WorkerIdentity, role: Role, blocks: int) -> None:
         hello = WorkerHello(
@@ -189,11 +233,10 @@ class _Run:
             vocab_size=256,
             num_blocks=blocks,
             max_num_seqs=_MAX_SEQUENCES,
-            transfer_address=identity.worker_id if role.decodes else "",
+            transfer_address=identity.worker_id,
         )
         self._feed(WorkerJoined(hello=hello, address=identity.worker_id))
-        worker = self._prefill[identity] if role is Role.PREFILL else self._decode[identity]
-        empty: BlockReport = worker.cache.greeting()
+        empty: BlockReport = self._prefill[identity].cache.greeting()
         self._feed(BlocksReported(worker=identity, report=empty))
 
     def _submit(self, number: int, request: TracedRequest, text: Text) -> None:
@@ -217,11 +260,45 @@ class _Run:
         self._feed(asked)
 
     def _report(self) -> None:
-        for prefill in self._prefill.values():
-            self._feed(prefill.report())
-        for decode in self._decode.values():
-            self._feed(decode.report())
+        if self._flipping is not None:
+            self._go_on_with(*self._flipping)
+        for identity in self._roles:
+            self._feed(self._report_of(identity))
         self._timeline.after(_REPORT_S, self._report)
+
+    def _report_of(self, identity: WorkerIdentity) -> LoadReported:
+        half = self._half_of(identity, self._roles[identity])
+        report = half.report()
+        if self._flipping is None or self._flipping[0].worker != identity:
+            return report
+        return replace(report, load=replace(report.load, draining=True, changing_role=True))
+
+    def _half_of(self, identity: WorkerIdentity, role: Role) -> PrefillWorker | DecodeWorker:
+        return self._prefill[identity] if role is Role.PREFILL else self._decode[identity]
+
+    def _look(self) -> None:
+        """As a router's planner does: looks, and has a worker change its role."""
+        assert self._planner is not None
+        now_s = self._timeline.now_s
+        flip = self._planner.look(look_at(self._view, now_s), now_s)
+        if flip is not None:
+            self._flipping = (flip, now_s)
+            self._feed(self._report_of(flip.worker))
+        self._timeline.after(_LOOK_S, self._look)
+
+    def _go_on_with(self, flip: Flip, decided_s: float) -> None:
+        """The worker has its new role once it has finished what that does not take."""
+        assert self._planner is not None
+        now_s, identity = self._timeline.now_s, flip.worker
+        if not self._half_of(identity, self._roles[identity]).idle:
+            return
+        self._flipping, self._roles[identity] = None, flip.role
+        self._feed(RoleChanged(worker=identity, role=flip.role))
+        self._planner.flipped(now_s, outcome=f"a {flip.role.value} worker now", changed=True)
+        change = RoleChange(
+            decided_s=decided_s, changed_s=now_s, worker=identity.worker_id, role=flip.role
+        )
+        self._role_changes.append(change)
 
     def _tick(self) -> None:
         self._feed(TimePassed())

@@ -69,6 +69,11 @@ class DecodeWorker:
         self._steps = 0
         self._measured = (0.0, 0, 0)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to decode, nor on its way."""
+        return not (self._running or self._line or self._prompts or self._expected)
+
     def held_tokens(self, text: Text) -> int:
         """Leading tokens of a text whose KV is here already."""
         return min(self.cache.depth(text.keys) * self._room.block_tokens, text.tokens)

@@ -173,6 +173,7 @@ class Hardware:
         cache_tokens: Tokens of KV that each has room for.
         rack_bytes_per_s: Links within a rack.
         cross_bytes_per_s: Links between racks.
+        speed: Of a worker that is not slow.
     """
 
     prefill_workers: int = 6
@@ -181,14 +182,15 @@ class Hardware:
     cache_tokens: int = 1_000_000
     rack_bytes_per_s: float = 40e9
     cross_bytes_per_s: float = 4e9
+    speed: Speed = _SPEED
 
     def prefill_speed(self, number: int) -> Speed:
         """Of the prefill worker of that number."""
-        return _SPEED.times(2.0 if number % 3 == 2 and not self.uniform else 1.0)
+        return self.speed.times(2.0 if number % 3 == 2 and not self.uniform else 1.0)
 
     def decode_speed(self, number: int) -> Speed:
         """Of the decode worker of that number."""
-        return _SPEED.times(1.5 if number % 3 == 2 and not self.uniform else 1.0)
+        return self.speed.times(1.5 if number % 3 == 2 and not self.uniform else 1.0)
 
     def link(self, prefill: int, decode: int) -> Link:
         """From the one to the other."""

@@ -37,6 +37,12 @@ class PrefillWorker:
         self._room = room
         self._line: deque[tuple[SendLeg, Text, DecodeWorker, float]] = deque()
         self._steps = 0
+        self._handing_off = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to compute or to hand over."""
+        return not self._line and not self._handing_off
 
     def submit(self, command: SendLeg, text: Text, decode: DecodeWorker) -> None:
         """A prompt comes."""
@@ -82,6 +88,7 @@ class PrefillWorker:
             unhidden_s=there_s - computed_s,
         )
         self.busy_s += prefill_s
+        self._handing_off += 1
         timeline.after(prefill_s, lambda: self._computed(arrived, text))
         timeline.after(
             there_s - timeline.now_s,
@@ -97,5 +104,6 @@ class PrefillWorker:
             self._begin()
 
     def _handed_off(self, handed: HandedOff, decode: DecodeWorker, xfer_id: XferId) -> None:
+        self._handing_off -= 1
         self._room.sink(handed)
         decode.kv_arrived(xfer_id)

@@ -15,6 +15,7 @@ from baton.rpc.stories import story_to_proto
 from baton.rpc.v1 import common_pb2, control_pb2
 from baton.rpc.v1.control_pb2_grpc import ControlStub
 from baton.story import StoryEntry
+from router.roles.planner import PLANNER
 from router.routing.view import ClusterView
 
 _WORKER_WAIT_S = 1.0
@@ -27,6 +28,7 @@ class OperatorStories:
         own: What this router remembers of a request, or of a worker of this name.
         view: The connected workers, and the circuit of each.
         of_tenant: What this router remembers of a tenant of this id.
+        of_planner: What its planner found and did; None where it has none.
         clock: Of what this router remembers.
         credentials: Of this process.
     """
@@ -39,9 +41,11 @@ class OperatorStories:
         credentials: ClusterCredentials | None = None,
         *,
         of_tenant: Callable[[str], Sequence[StoryEntry]] = lambda _: (),
+        of_planner: Callable[[], Sequence[StoryEntry]] | None = None,
     ) -> None:
         self._own = own
         self._of_tenant = of_tenant
+        self._of_planner = of_planner
         self._view = view
         self._clock = clock
         self._credentials = credentials
@@ -58,6 +62,8 @@ class OperatorStories:
             *self._view.story(WorkerId(name)),
             *self._of_tenant(name),
         )
+        if name == PLANNER and self._of_planner is not None:
+            known = (*known, *self._of_planner())
         told = story_to_proto("router", known, now_s=self._clock.now_s())
         asked = [self._ask(worker.address, request_id) for worker in self._view.workers]
         entries = list(told.entries)

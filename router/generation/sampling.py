@@ -12,12 +12,13 @@ import msgspec
 from pydantic import Field, model_validator
 
 from baton.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
-from baton.generation import SamplingParams
+from baton.generation import BeamSearchParams, SamplingParams
 from baton.tokens import PackedTokens
 from router.generation.answer_form import AnswerForm, Choices, StructuredOutputs
 from router.generation.model_limits import check_vocabulary
 from router.http.fields import (
     MAX_ALLOWED_TOKEN_IDS,
+    MAX_BEAM_FIGURES,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     MAX_STREAM_INTERVAL,
@@ -119,6 +120,11 @@ class SamplingBody(Body):
         return None
 
     @property
+    def beam_search(self) -> BeamSearchParams | None:
+        """How the likeliest texts are searched for; None where tokens are drawn."""
+        return None
+
+    @property
     def asked_tokens(self) -> int | None:
         """How many tokens the client asks for at most. More than the context leaves are refused."""
         return None
@@ -212,10 +218,12 @@ def sampling_params(
 
     Raises:
         PromptTooLongError: The prompt's tokens leave no room, or not as much as is asked for.
-        InvalidRequestError: A token id outside the vocabulary, none left of those that are allowed, or more tokens at least than
-            at most.
+        InvalidRequestError: A token id outside the vocabulary, none left of those that are allowed, more tokens at least than
+            at most, or more than a beam search may find.
     """
     max_tokens = _max_tokens(body, model, prompt_tokens)
+    if body.beam_search is not None:
+        return _beam_search(body, body.beam_search, max_tokens, grammar)
     logit_bias = body.biases
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_vocabulary(logit_bias, model, "logit_bias")
@@ -252,6 +260,32 @@ def sampling_params(
         allowed_token_ids=body.allowed,
         bad_words=tuple(bad_words),
         grammar=grammar,
+    )
+
+
+def _beam_search(
+    body: SamplingBody, asked: BeamSearchParams, max_tokens: int, grammar: str
+) -> SamplingParams:
+    """What the engine is asked where nothing is drawn. All texts are told at their end: their size is bounded."""
+    if grammar:
+        raise InvalidRequestError(
+            "use_beam_search: Not where the answer has a form.", param="use_beam_search"
+        )
+    figures = 1 if body.num_logprobs is None else 2 + body.num_logprobs
+    most = MAX_BEAM_FIGURES // (figures * body.num_samples)
+    field = body.asked_tokens_field
+    if body.asked_tokens is not None and max_tokens > most:
+        raise InvalidRequestError(
+            f"{field}: {body.num_samples} beams may have {most} tokens each, with the log-probabilities that are asked for.",
+            param=field,
+        )
+    return SamplingParams(
+        temperature=0.0,
+        logprobs=body.num_logprobs,
+        prompt_logprobs=body.num_prompt_logprobs,
+        max_tokens=max(1, min(max_tokens, most)),
+        ignore_eos=bool(body.ignore_eos),
+        beam_search=asked,
     )
 
 

@@ -79,6 +79,9 @@ def _idle(obeyed: Collection[Api] = frozenset()) -> KnownField:
 
 _FORMS = "schemas with keywords that no answer can be held to; tags by `format`"
 _SCHEMAS = "schemas with keywords that no answer can be held to"
+_BEAMS = (
+    "in streams, with forms of answers, or with penalties and other fields that steer what is drawn"
+)
 _TOOLS = "tools that may be called: only with `tool_choice` none"
 _CALLS = "choices other than none and auto"
 
@@ -105,6 +108,10 @@ FIELDS: Mapping[str, KnownField] = {
     "temperature": _about_output(GENERATING),
     "top_k": _about_output(GENERATING),
     "top_p": _about_output(GENERATING),
+    # How the likeliest texts are searched for, in place of drawing.
+    "early_stopping": _about_output(CHAT | COMPLETIONS, False),
+    "length_penalty": _about_output(CHAT | COMPLETIONS, 1),
+    "use_beam_search": _about_output(CHAT | COMPLETIONS, False, limits=_BEAMS),
     # What is answered.
     "best_of": _about_output(COMPLETIONS, 0, 1),
     "include": _about_output(RESPONSES, [], limits="entries other than log-probabilities are ignored"),
@@ -194,7 +201,6 @@ FIELDS: Mapping[str, KnownField] = {
     "context_management": _refused("Conversations are served as they are sent.", [], {}),
     "conversation": _refused(NOT_STORED),
     "documents": _refused("Templates are given no documents: write them into a message.", []),
-    "early_stopping": _refused("Beam search is not served.", False),
     "ec_transfer_params": _refused(NO_MEDIA, {}),
     "enable_response_messages": _refused("Token ids are answered by other endpoints.", False),
     "fallbacks": _refused("One model is served.", []),
@@ -202,7 +208,6 @@ FIELDS: Mapping[str, KnownField] = {
     "include_reasoning": _refused("Reasoning is not told apart from the answer.", True),
     "inference_geo": _refused("The workers are where they are.", "global"),
     "kv_transfer_params": _refused("Workers find each other, and hand KV over, by themselves.", {}),
-    "length_penalty": _refused("Beam search is not served.", 1),
     "logits_processors": _refused("Clients bring no code.", []),
     "logprob_token_ids": _refused("The likeliest tokens are listed, not chosen ones.", []),
     "mcp_servers": _refused("Tools are called by clients, not by this server.", []),
@@ -218,7 +223,6 @@ FIELDS: Mapping[str, KnownField] = {
     "spaces_between_special_tokens": _refused("No spaces are put between special tokens.", True),
     "speed": _refused("There is one speed.", "standard"),
     "thinking_token_budget": _refused("Reasoning is not told apart from the answer."),
-    "use_beam_search": _refused("Beam search is not served.", False),
     "vllm_xargs": _refused("There are no extensions of vLLM's here.", {}),
     "watermarking": _refused("Outputs are not watermarked.", False),
 }  # fmt: skip

@@ -275,13 +275,16 @@ class CompletionWriter:
         return written
 
     def _best(self, choices: Sequence[Sequence[Delta]]) -> list[int]:
-        """Which choices are shown: of each prompt's the `n` likeliest by the mean over their tokens."""
+        """Which choices are shown: of each prompt's the `n` likeliest by the mean over their tokens; a search has them in order."""
         shown, drawn = self._body.n or 1, self._body.num_samples
         if shown == drawn:
             return list(range(len(choices)))
         best: list[int] = []
         for begin in range(0, len(choices), drawn):
             group = range(begin, begin + drawn)
+            if self._body.use_beam_search:
+                best += group[:shown]
+                continue
             best += sorted(group, key=lambda i: _mean_logprob(choices[i]), reverse=True)[:shown]
         return best
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from baton.generation import BeamSearchParams, EarlyStopping
 from router.generation.answer_form import AnswerForm
 from router.generation.sampling import SamplingBody
 from router.http.fields import (
@@ -47,6 +48,9 @@ from router.templates.renderer import Conversation
 DEFAULT_COMPLETION_TOKENS = 16
 """Of plain completions; a chat is given what the context leaves."""
 
+OF_DRAWING = ("min_p", "seed", "temperature", "top_k", "top_p")
+"""Fields that say how tokens are drawn: without effect where texts are searched for."""
+
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -69,6 +73,26 @@ class GenerationBody(SamplingBody):
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = Field(None, ge=-10, le=10)
+    early_stopping: bool | Literal["never"] | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that were sent and have no effect: where texts are searched for, those too that say how tokens are drawn."""
+        idle = OF_DRAWING if self.use_beam_search else ()
+        return [*super().ignored, *(name for name in idle if getattr(self, name) is not None)]
+
+    @property
+    def beam_search(self) -> BeamSearchParams | None:
+        """How the likeliest texts are searched for; None where tokens are drawn."""
+        if not self.use_beam_search:
+            return None
+        penalty, stopping = self.length_penalty, self.early_stopping
+        return BeamSearchParams(
+            length_penalty=1.0 if penalty is None else penalty,
+            early_stopping=EarlyStopping(str(stopping or False).lower()),
+        )
 
     @property
     def num_samples(self) -> int:
@@ -102,7 +126,34 @@ class GenerationBody(SamplingBody):
             raise refusal("prompt_logprobs", "Not in a stream.")
         if self.stream_options is not None and not self.stream:
             raise refusal("stream_options", "Only allowed together with stream.")
+        if self.use_beam_search:
+            self._check_beams()
+        elif self.early_stopping:
+            raise refusal("early_stopping", "Only allowed together with use_beam_search.")
+        elif self.length_penalty not in (None, 1.0):
+            raise refusal("length_penalty", "Only allowed together with use_beam_search.")
         return self
+
+    def _check_beams(self) -> None:
+        """Refuses what would have a say in which texts are found, and has none."""
+        if self.stream:
+            raise refusal("use_beam_search", "Not in a stream: no text is known before the end.")
+        steering: dict[str, object] = {
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty not in (None, 1.0),
+            "logit_bias": self.biases,
+            "min_tokens": self.min_tokens,
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_words": self.bad_words,
+            "stop": self.stops,
+            "stop_token_ids": self.stop_token_ids,
+        }
+        if (form := self.answer_form) is not None:
+            steering[form.param] = form
+        for name, asked in steering.items():
+            if asked:
+                raise refusal(name, "Not together with use_beam_search.")
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -256,8 +307,8 @@ class CompletionRequest(GenerationBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likeliest tokens are listed beside each. The best of several are chosen by their log-probabilities."""
-        chooses = self.num_samples > (self.n or 1)
+        """How many likeliest tokens are listed beside each. The best of several that are drawn are chosen by their log-probabilities."""
+        chooses = self.num_samples > (self.n or 1) and not self.use_beam_search
         return 0 if self.logprobs is None and chooses else self.logprobs
 
     @property

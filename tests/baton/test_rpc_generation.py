@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.generation import (
+    BeamSearchParams,
+    EarlyStopping,
     FinishReason,
     Prompt,
     SamplingParams,
@@ -43,6 +45,12 @@ SAMPLING = st.builds(
     ignore_eos=st.booleans(),
     prompt_logprobs=st.none() | st.integers(0, 20),
     allowed_token_ids=st.lists(COUNT, max_size=5).map(PackedTokens.of),
+    beam_search=st.none()
+    | st.builds(
+        BeamSearchParams,
+        length_penalty=st.floats(-10, 10),
+        early_stopping=st.sampled_from(EarlyStopping),
+    ),
     bad_words=st.lists(st.lists(COUNT, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
 )
 

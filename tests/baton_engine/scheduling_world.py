@@ -15,11 +15,13 @@ from baton_engine.messages import (
     Command,
     Failed,
     PrefillStarted,
+    PromptComputed,
     Released,
     Reserved,
     Start,
 )
 from baton_engine.ports import PageExport
+from baton_engine.scheduling.beams import BeamSearch
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.plan import DraftPlan, StepPlan
@@ -28,7 +30,7 @@ from tests.baton_engine.sampled import Event, Sampled, by_sequence
 
 SECRET = bytes(32)
 
-Told = TypeVar("Told", PrefillStarted, Reserved, Sampled, Released, Failed)
+Told = TypeVar("Told", PrefillStarted, PromptComputed, Reserved, Sampled, Released, Failed)
 
 
 def limits(**changes: int) -> EngineLimits:
@@ -144,7 +146,9 @@ class World:
             if failing_row is not None and failing_row < len(plan.rows):
                 seq = plan.rows[failing_row].seq
                 events += self.scheduler.fail(seq, EngineError("told to fail"))
-            events += by_sequence(self.scheduler.update_from_output(plan, result, self.now_s))
+            sampled = self.scheduler.update_from_output(plan, result, self.now_s)
+            events += self.scheduler.take_computed()
+            events += by_sequence(sampled)
             if self.pool is not None:
                 self.block_sink.put(self.scheduler.take_published())
         self.scheduler.check_integrity()
@@ -246,11 +250,19 @@ class World:
 
     def undisturbed(self, asked: Prompt, sample: int = 0) -> list[int]:
         """The tokens that `sample` yields when nothing comes in its way."""
+        if asked.sampling.beam_search is not None:
+            return self._found(asked)[asked.samples.index(sample)]
         left = asked.sampling.max_tokens - len(asked.output_tokens)
         room = min(left, self.limits.max_model_len - len(asked.tokens))
         tokens = list(islice(self.runner.draw_all(asked.tokens, sample), room))
         end = next((i for i, token in enumerate(tokens, 1) if token in self.eos_ids), room)
         return tokens[:end]
+
+    def _found(self, asked: Prompt) -> list[list[int]]:
+        """What a beam search finds when nothing comes in its way."""
+        room = min(asked.sampling.max_tokens, self.limits.max_model_len - len(asked.tokens))
+        search = BeamSearch(asked.sampling, asked.samples, frozenset(self.eos_ids), room)
+        return self.runner.find_all(asked.tokens, search, asked.samples[0])
 
     def told(self, kind: type[Told], seq_id: str) -> list[Told]:
         return [e for e in self.events if isinstance(e, kind) and e.seq_id == seq_id]
@@ -286,7 +298,10 @@ def hand_off(source: World, target: World, seq_id: SeqId) -> None:
         for index, page in enumerate(export.blocks, start=export.first_block):
             if index >= reserved.held_blocks:
                 target.runner.pages[reserved.blocks[index]] = list(source.runner.pages[page])
-    (sampled,) = source.told(Sampled, seq_id)
-    target.tell(Start(seq_id=seq_id, first_tokens=sampled.tokens))
-    for token in sampled.tokens:
+    first_tokens: tuple[TokenSample, ...] = ()
+    if not source.told(PromptComputed, seq_id):
+        (sampled,) = source.told(Sampled, seq_id)
+        first_tokens = sampled.tokens
+    target.tell(Start(seq_id=seq_id, first_tokens=first_tokens))
+    for token in first_tokens:
         target.output.setdefault((seq_id, token.sample), []).append(token)

@@ -32,6 +32,7 @@ from baton_engine.simulated import build_simulated
 from kv_transfer.memory.arena import WorkerMemory
 from tests.baton_engine.looped import draw_all
 from tests.baton_engine.scheduling_world import World, hand_off, limits, prompt
+from tests.baton_engine.test_beams import asked_of, assert_found
 from tests.baton_engine.test_cuda_graphs import EagerGraphs
 from tests.baton_engine.test_speculation import REQUESTS, asked, by_sample
 from tests.baton_engine.tiny_models import make_model
@@ -147,6 +148,17 @@ def test_where_drafts_are_always_wrong_the_drafter_follows_by_whole_pages():
     world.tell(Generate(seq_id=TWO, prompt=prompt((*range(6), *world.tokens("one"), 7))))
     world.run()
     assert 124 - 64 <= world.cached_tokens("two") <= 124  # of 125 computed tokens
+
+
+def test_beams_are_searched_for_without_the_drafter():
+    """Their pages are shared before it could have come so far."""
+    world = World(some(max_model_len=400, num_blocks=400), speculation=DRAFTS)
+    text = asked_of(world, 7, max_tokens=100)
+    world.tell(Generate(seq_id=ONE, prompt=text))
+    world.run()
+    assert_found(world, ONE, text)
+    assert not world.draft_plans
+    world.assert_empty()
 
 
 def test_a_sequence_that_cannot_get_pages_for_drafts_goes_on_without():

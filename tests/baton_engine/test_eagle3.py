@@ -124,7 +124,7 @@ def by_formula(
     with torch.no_grad():
         states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
         fused = torch.cat([states[i][0] for i in (0, 1, 2)], -1) @ weights["fc.weight"].T
-        embedding = target.get_input_embeddings().weight
+        embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
         drafts: list[int] = []
         while len(drafts) < count:
             tokens = torch.tensor([*text, *drafts][1:])

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.config.speculative import NgramSpeculation
-from baton.generation import Prompt, SloTargets
+from baton.generation import BeamSearchParams, EarlyStopping, Prompt, SloTargets
 from baton.ids import SeqId
 from baton_engine.messages import (
     Abort,
@@ -14,6 +14,7 @@ from baton_engine.messages import (
     FlushCache,
     Generate,
     Prefill,
+    PromptComputed,
     Receive,
     Release,
     Released,
@@ -25,18 +26,34 @@ from tests.baton_engine.scheduling_world import World, hand_off, limits, prompt
 
 EOS = (3,)
 
-ASKED = st.builds(
+TEXTS = st.text("ab", min_size=1, max_size=14).map(lambda text: tuple(map(ord, text)))
+
+SLOS = st.builds(
+    SloTargets,
+    ttft_s=st.none() | st.sampled_from([0.0, 1.0]),
+    tbt_s=st.none() | st.sampled_from([0.01, 1.0]),
+    priority=st.integers(0, 2),
+)
+
+DRAWN = st.builds(
+    prompt, TEXTS, samples=st.integers(1, 3), max_tokens=st.sampled_from([1, 5, 12]), slo=SLOS
+)
+
+SEARCHED = st.builds(
     prompt,
-    st.text("ab", min_size=1, max_size=14).map(lambda text: tuple(map(ord, text))),
-    samples=st.integers(1, 3),
-    max_tokens=st.sampled_from([1, 5, 12]),
-    slo=st.builds(
-        SloTargets,
-        ttft_s=st.none() | st.sampled_from([0.0, 1.0]),
-        tbt_s=st.none() | st.sampled_from([0.01, 1.0]),
-        priority=st.integers(0, 2),
+    TEXTS,
+    samples=st.integers(1, 2),
+    max_tokens=st.sampled_from([1, 5]),
+    slo=SLOS,
+    beam_search=st.builds(
+        BeamSearchParams,
+        length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
+        early_stopping=st.sampled_from(EarlyStopping),
     ),
 )
+"""As large as any arena here has room for alone: all beams of a prompt have to fit."""
+
+ASKED = DRAWN | SEARCHED
 
 POLICIES = st.builds(
     SchedulingPolicy,
@@ -163,7 +180,7 @@ class Interleavings(RuleBasedStateMachine):
     def _is_ready(self, seq_id: SeqId) -> bool:
         return (
             seq_id not in self.cut | self.started
-            and bool(self.source.told(Sampled, seq_id))
+            and bool(self.source.told(Sampled, seq_id) or self.source.told(PromptComputed, seq_id))
             and bool(self.target.told(Reserved, seq_id))
         )
 

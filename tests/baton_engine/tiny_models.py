@@ -210,7 +210,7 @@ def make_eagle3_head(
     hidden, width, keys = config["hidden_size"], config["intermediate_size"], 16
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        return torch.randn(shape, generator=generator) * float(shape[-1]) ** -0.5
 
     own = torch.arange(draft_vocab_size)
     weights = {

@@ -17,10 +17,26 @@ from baton.ids import (
     WorkerIdentity,
 )
 from baton.layout import KvLayout
-from baton_engine.messages import Abort, Generate, Prefill, PrefillStarted, Released, SampledTokens
+from baton_engine.messages import (
+    Abort,
+    Generate,
+    Prefill,
+    PrefillStarted,
+    PromptComputed,
+    Released,
+    SampledTokens,
+)
 from baton_worker.legs import LegState, StreamId, WorkerLeg, WorkerLegTable
 from baton_worker.lifecycle import LegLifecycle
-from baton_worker.messages import KINDS_OF_ROLE, STANDS_IN, FailedMessage, LegCancelled, StreamGone
+from baton_worker.messages import (
+    KINDS_OF_ROLE,
+    STANDS_IN,
+    FailedMessage,
+    LegCancelled,
+    PrefilledMessage,
+    StreamGone,
+    TokensMessage,
+)
 from decode_worker.hand_offs import ReceivingHandOffs
 from kv_transfer.messages import AbortRequest
 from kv_transfer.messages import Reserve as AskPages
@@ -135,3 +151,26 @@ def test_a_leg_has_a_story_of_all_that_changed_it_and_none_of_others():
     ]
     core.handle(LegCancelled(stream=STREAM, leg_id=LegId(1)), 4.0)
     assert len(core.story((STREAM, LegId(1)))) == 4
+
+
+def test_a_prompt_that_is_computed_without_tokens_is_told_once_and_the_leg_goes_on():
+    core = new_core()
+    (command,) = core.handle(asked(LegKind.GENERATE), 1.0)
+    assert isinstance(command, Generate)
+    started = PrefillStarted(seq_id=command.seq_id, num_blocks=2, cached_tokens=0)
+    core.handle(started, 2.0)
+    (prefilled,) = core.handle(PromptComputed(seq_id=command.seq_id), 3.0)
+    assert isinstance(prefilled, PrefilledMessage)
+    assert (prefilled.first_tokens, prefilled.prefill_s) == ((), 1.0)
+    core.handle(started, 4.0)  # after a preemption
+    assert core.handle(PromptComputed(seq_id=command.seq_id), 5.0) == []
+    found = SampledTokens(
+        seq_ids=[command.seq_id] * 2,
+        samples=[0, 0],
+        tokens=[7, 8],
+        finish_reasons=[None, FinishReason.STOP],
+    )
+    (message,) = core.handle(found, 9.0)
+    assert isinstance(message, TokensMessage)
+    assert message.tokens == [7, 8]
+    assert core.in_flight() == 0

@@ -26,6 +26,7 @@ from baton_worker.service import WorkerService
 from kv_transfer.ticket import TicketOffice
 from router.generator import ClusterGenerator
 from router.ports import GenerationRequest, Timing
+from router.roles.planning import WorkerControl
 from router.service import compose, running
 from tests.baton_worker.test_streams import HELLO
 from tests.decode_worker.cluster import (
@@ -205,6 +206,18 @@ async def test_a_prefill_worker_takes_only_whole_generations_until_it_has_handed
         await both.to_p.send(whole(3, second))
         await both.to_p.until(lambda: bool(both.to_p.leg(3).finished))
         assert both.to_p.leg(3).texts(1) == oracle(both.p.runner, second)
+
+
+async def test_a_planner_changes_a_role_or_hears_why_not(tmp_path: Path):
+    control = WorkerControl(None)
+    async with two(tmp_path, Role.HYBRID, Role.DECODE) as both:
+        assert await control(both.p.address, Role.PREFILL, 5.0) == ""
+        await is_now(both.to_p, Role.PREFILL)
+        assert await control(both.p.address, Role.DECODE, 5.0) == ""
+        await is_now(both.to_p, Role.DECODE)
+        await both.p.server.drain(1.0)
+        refusal = await control(both.p.address, Role.PREFILL, 5.0)
+        assert refusal == "unavailable: this worker is leaving"
 
 
 async def test_a_worker_that_cannot_finish_in_time_stays_what_it_is(tmp_path: Path):

@@ -51,7 +51,7 @@ STORY = common_pb2.StoryReply(
 
 @pytest.fixture
 def router(home) -> Iterator[RuntimeDir]:
-    control = FakeControl(explained={"cmpl-1": REPLY}, stories={"cmpl-1": STORY})
+    control = FakeControl(explained={"cmpl-1": REPLY}, stories={"cmpl-1": STORY, "planner": STORY})
     with answering(control, home / "run") as runtime:
         yield runtime
 
@@ -117,6 +117,23 @@ def test_a_story_as_json_is_the_message(router, capsys):
 def test_the_story_of_an_unknown_request_is_one_line(router, capsys):
     assert main(["explain", "cmpl-2", "--story", "--runtime-dir", str(router.path)]) == 1
     assert "neither the router nor a worker knows cmpl-2" in capsys.readouterr().err
+
+
+def test_the_planner_is_explained_in_place_of_a_request(router, capsys):
+    status = main(["explain", "--planner", "--runtime-dir", str(router.path)])
+    assert (status, capsys.readouterr().out.splitlines()[0].partition(":")[0]) == (0, "planner")
+
+
+@pytest.mark.parametrize("words", [("cmpl-1", "--planner"), ()])
+def test_either_a_request_or_the_planner_is_explained(router, capsys, words):
+    assert main(["explain", *words, "--runtime-dir", str(router.path)]) == 1
+    assert "either a REQUEST_ID or --planner" in capsys.readouterr().err
+
+
+def test_where_there_is_no_planner_that_is_said(home, capsys):
+    with answering(FakeControl(), home / "run") as runtime:
+        assert main(["explain", "--planner", "--runtime-dir", str(runtime.path)]) == 1
+    assert "roles.planner is off" in capsys.readouterr().err
 
 
 def test_the_story_of_a_process_is_the_launchers(router, capsys):

@@ -167,7 +167,6 @@ _FUNCTION = {"name": "f", "parameters": {"type": "object"}}
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"moderation": {"model": "m", "policy": {"input": {"mode": "block"}}}}, "moderation"),
         ({"messages": [{"role": "assistant", "refusal": "no"}]}, "messages[0]"),
-        ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
 async def test_what_is_right_but_not_served_is_refused_as_such(fields: dict[str, Any], param: str):
@@ -185,6 +184,7 @@ async def test_what_is_right_but_not_served_is_refused_as_such(fields: dict[str,
         ("/v1/chat/completions", {"messages": HELLO, "stop_sequences": ["a"]}, "stop_sequences"),
         ("/v1/responses", {"input": "x", "max_tokens": 5}, "max_tokens"),
         ("/v1/responses", {"input": "x", "n": 2}, "n"),
+        ("/v1/responses", {"input": "x", "use_beam_search": True}, "use_beam_search"),
         ("/v1/responses", {"input": "x", "reasoning": {"mode": "pro"}}, "reasoning"),
         ("/v1/chat/completions", {"messages": HELLO, "reasoning": {"effort": "low"}}, "reasoning"),
         ("/v1/completions", {"prompt": "x", "reasoning_effort": "low"}, "reasoning_effort"),

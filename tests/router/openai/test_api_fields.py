@@ -141,6 +141,12 @@ OF_VLLM: dict[str, Disposition] = {
 }
 """What vLLM's protocol adds, the same for all APIs."""
 
+BEAMS: dict[str, Disposition] = {
+    "early_stopping": Obeyed("never", {"use_beam_search": True}),
+    "length_penalty": Obeyed(2.0, {"use_beam_search": True}),
+    "use_beam_search": Obeyed(True),
+}
+
 OF_OPENAI: dict[str, Disposition] = {
     "metadata": Ignored({"a": "b"}),
     "moderation": Refused({"model": "m", "policy": {"input": {"mode": "block"}}}),
@@ -160,6 +166,7 @@ TABLE: dict[str, dict[str, Disposition]] = {
         "add_generation_prompt": Obeyed(False),
         "add_special_tokens": Unseen(True),
         "best_of": Refused(2),
+        **BEAMS,
         "audio": Ignored({"voice": "v", "format": "wav"}),
         "chat_template": Refused("{{ 1 }}"),
         "chat_template_kwargs": Obeyed({"style": "terse"}),
@@ -193,6 +200,7 @@ TABLE: dict[str, dict[str, Disposition]] = {
     | {
         "add_special_tokens": Unseen(False),
         "best_of": Obeyed(3),
+        **BEAMS,
         "echo": Obeyed(True),
         "logprobs": Obeyed(1),
         "max_tokens": Obeyed(3),

@@ -1,0 +1,169 @@
+"""The planner's shell: who plans, what is carried out, and what operators are told."""
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.clock import ManualClock
+from baton.config.schema import RolesConfig
+from baton.generation import WorkerLoad
+from baton.ids import Role
+from baton.redis_link import open_redis
+from baton.telemetry.metrics import render
+from router.roles.election import Alone, RedisElection
+from router.roles.planning import RolePlanning
+from router.routing.index import PrefixIndex
+from router.routing.view import ClusterView
+from tests.redis_servers import KINDS, a_redis
+from tests.router.known_workers import hello
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Workers:
+    """Change their roles as they are told to, or say why not."""
+
+    def __init__(self, refusal: str = "") -> None:
+        self.asked: list[tuple[str, Role]] = []
+        self.refusal = refusal
+
+    async def __call__(self, address: str, role: Role, timeout_s: float) -> str:
+        assert timeout_s == RolesConfig().drain_timeout_s
+        self.asked.append((address, role))
+        return self.refusal
+
+
+class Another:
+    """Another router plans."""
+
+    async def standing_by(self) -> str:
+        return "another router plans"
+
+    async def leave(self) -> None:
+        return
+
+
+class Planned:
+    """A planner over two prefill workers with nothing to do and two decode workers, with requests in the router's line."""
+
+    def __init__(self, *, mode: str = "on", workers: Workers | None = None, election=None) -> None:
+        self.clock, self.registry = ManualClock(), CollectorRegistry()
+        self.workers = workers or Workers()
+        self.view = ClusterView(PrefixIndex(max_blocks=100))
+        for name, role in (
+            ("p0", Role.PREFILL),
+            ("p1", Role.PREFILL),
+            ("d0", Role.DECODE),
+            ("d1", Role.DECODE),
+        ):
+            self.view.join(hello(name, role, transfer_address=f"unix:/{name}"), f"unix:{name}", 0.0)
+        self.planning = RolePlanning(
+            RolesConfig(planner=mode),
+            view=self.view,
+            waiting=lambda: 20,
+            election=election or Alone(),
+            change_role=self.workers,
+            clock=self.clock,
+            registry=self.registry,
+        )
+
+    async def look(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.clock.advance(1.0)
+            for worker in self.view.workers:
+                worker.report(WorkerLoad(), self.clock.now_s())
+            await self.planning.look()
+            await asyncio.sleep(0)
+
+    def told(self) -> str:
+        return "\n".join(entry.event for entry in self.planning.story())
+
+    def metrics(self) -> str:
+        return render(self.registry)[0].decode()
+
+
+async def test_a_worker_is_told_to_change_its_role_and_operators_why():
+    planned = Planned()
+    await planned.look(60)
+    [(address, role)] = planned.workers.asked
+    assert address in ("unix:p0", "unix:p1")
+    assert role is Role.DECODE
+    assert "becomes a decode worker: pressure" in planned.told()
+    assert "a decode worker now" in planned.told()
+    assert 'baton_planner_flips_total{outcome="changed",role="decode"} 1.0' in planned.metrics()
+
+
+async def test_a_dry_run_changes_nothing():
+    planned = Planned(mode="dry_run")
+    await planned.look(60)
+    assert planned.workers.asked == []
+    assert "still what it was: this is a dry run" in planned.told()
+    assert 'baton_planner_flips_total{outcome="dry_run",role="decode"} 1.0' in planned.metrics()
+
+
+async def test_a_refusal_is_told_and_counted():
+    planned = Planned(workers=Workers("3 legs did not end in time"))
+    await planned.look(60)
+    assert len(planned.workers.asked) == 1, "it cools down"
+    assert "still what it was: 3 legs did not end in time" in planned.told()
+    assert 'outcome="failed"' in planned.metrics()
+
+
+async def test_an_operators_decision_stands():
+    planned = Planned()
+    for worker in planned.view.workers:
+        planned.planning.pin(worker.identity)
+    await planned.look(60)
+    assert planned.workers.asked == []
+
+
+async def test_who_was_not_elected_does_nothing():
+    planned = Planned(election=Another())
+    await planned.look(60)
+    assert planned.workers.asked == []
+    assert planned.told().endswith("another router plans")
+
+
+async def test_the_state_of_the_pools_is_told_and_can_be_scraped():
+    planned = Planned()
+    await planned.look(5)
+    last = planned.told().splitlines()[-1]
+    assert last.startswith("now: pressure 0.")
+    assert "on 2 prefill workers" in last
+    assert 'baton_planner_workers{pool="decode"} 2.0' in planned.metrics()
+    assert 'baton_planner_pressure{pool="decode"}' in planned.metrics()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_of_two_routers_one_plans_and_the_other_takes_over_when_it_leaves(kind, tmp_path):
+    async with a_redis(kind, tmp_path) as url:
+        first, second = (
+            RedisElection(open_redis(url, 1.0), key="baton:planner", router_id=name)
+            for name in ("one", "two")
+        )
+        assert await first.standing_by() == ""
+        assert await second.standing_by() == "another router plans"
+        assert await first.standing_by() == ""
+        await second.leave()
+        assert await first.standing_by() == ""
+        await first.leave()
+        third = RedisElection(open_redis(url, 1.0), key="baton:planner", router_id="three")
+        assert await third.standing_by() == ""
+        await third.leave()
+
+
+async def test_a_lease_that_never_ends_is_nobodys(tmp_path):
+    async with a_redis("fakeredis", tmp_path) as url:
+        redis = open_redis(url, 1.0)
+        await redis.set("baton:planner", "forged")
+        election = RedisElection(redis, key="baton:planner", router_id="one")
+        assert await election.standing_by() == ""
+        await election.leave()
+
+
+async def test_while_redis_is_away_nobody_plans():
+    redis = open_redis("redis://127.0.0.1:1", 0.2)
+    election = RedisElection(redis, key="baton:planner", router_id="one")
+    assert (await election.standing_by()).startswith("nobody plans: Redis gave no answer")
+    await election.leave()
