@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,7 @@ def make_eagle3_head(
     hidden, width, keys = config["hidden_size"], config["intermediate_size"], 16
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * float(shape[-1]) ** -0.5
+        return torch.randn(shape, generator=generator) / sqrt(shape[-1])
 
     own = torch.arange(draft_vocab_size)
     weights = {
