@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import socket
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from prometheus_client.registry import Collector
 
 from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, WorkerConfig
+from baton.discovery.registrar import registered
+from baton.discovery.registry import Registration
 from baton.ids import BlockId, Role, WorkerId, WorkerIdentity
 from baton.layout import SPARE_BLOCKS
 from baton.rpc.credentials import ClusterCredentials
@@ -79,10 +82,23 @@ async def run_pool(child: Child) -> None:
     config, part = child.assignment.config, child.assignment.part
     registry = CollectorRegistry()
     refused = RefusedValues(registry)
-    async with open_allowances(config, refused) as allowances:
+    identity = WorkerIdentity(worker_id=WorkerId(part.name), incarnation=part.incarnation)
+
+    def registration() -> Registration:
+        return Registration(
+            kind="pool",
+            identity=identity,
+            address=part.pool_address,
+            labels=config.cluster.labels,
+        )
+
+    async with (
+        open_allowances(config, refused) as allowances,
+        registered(config, registration),
+    ):
         await service.run(
             config,
-            identity=WorkerIdentity(worker_id=WorkerId(part.name), incarnation=part.incarnation),
+            identity=identity,
             address=part.pool_address,
             peer_address=part.peer_address,
             region_path=part.region_path,
@@ -226,7 +242,18 @@ async def _serve_engine(
         await pool.agent.start()
     await server.start()
     built.host.start(worker.cores)  # Only now: an event without a listener would end it.
-    await _serve(server, child, worker)
+
+    def registration() -> Registration:
+        return Registration(
+            kind="worker",
+            identity=hello.identity,
+            address=worker.advertise_address or worker.address,
+            role=server.state().hello.role.value,
+            layout=hello.layout.digest(),
+            labels=config.cluster.labels,
+        )
+
+    await _serve(server, child, worker, registered(config, registration))
     parts.engine.close()
     if pool is not None:
         await pool.agent.close()
@@ -396,16 +423,22 @@ def _server_address(parts: _Parts, backend: str) -> str:
     return f"{host}:0"
 
 
-async def _serve(server: WorkerServer, child: Child, worker: WorkerConfig) -> None:
-    """Until asked to stop, or until the engine dies.
+async def _serve(
+    server: WorkerServer,
+    child: Child,
+    worker: WorkerConfig,
+    found: AbstractAsyncContextManager[None],
+) -> None:
+    """Inside `found` routers that do not know this worker find it. Until asked to stop, or until the engine dies.
 
     Raises:
         EngineError: The engine died; the process must end, so that another is started.
     """
-    child.ready()
-    stopped = asyncio.ensure_future(child.stop.wait())
-    either: list[asyncio.Future[Any]] = [stopped, server.failed]
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    async with found:
+        child.ready()
+        stopped = asyncio.ensure_future(child.stop.wait())
+        either: list[asyncio.Future[Any]] = [stopped, server.failed]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if server.failed.done():
         stopped.cancel()
         server.failed.result()

@@ -20,7 +20,7 @@ from router.admin.stories import OperatorStories
 from router.routing.explanation import DecisionLog
 from router.routing.view import ClusterView, WorkerView
 from router.telemetry.explain import explanation_to_proto
-from router.workers.links import WorkerLink
+from router.workers.links import WorkerLinks
 
 if TYPE_CHECKING:
     from baton.rpc.v1.control_pb2_grpc import ControlAsyncStub  # exists for type checkers only
@@ -48,7 +48,8 @@ class RouterControl(pb_grpc.ControlServicer):
 
     Args:
         view: The connected workers.
-        links: One per configured address.
+        links: To every address at which workers are asked for.
+        discovery_faults: Tells what gave discovery no answer at its last look.
         requests: Counted and drained.
         credentials: Of this process.
         stories: Tells what happened to requests.
@@ -63,7 +64,8 @@ class RouterControl(pb_grpc.ControlServicer):
         self,
         *,
         view: ClusterView,
-        links: Sequence[WorkerLink],
+        links: WorkerLinks,
+        discovery_faults: Callable[[], Sequence[str]] = tuple,
         requests: RequestDrain,
         credentials: ClusterCredentials | None = None,
         stories: OperatorStories,
@@ -75,6 +77,7 @@ class RouterControl(pb_grpc.ControlServicer):
     ) -> None:
         self._view = view
         self._links = links
+        self._discovery_faults = discovery_faults
         self._requests = requests
         self._credentials = credentials
         self._stories = stories
@@ -95,6 +98,7 @@ class RouterControl(pb_grpc.ControlServicer):
             requests_in_flight=self._requests.in_flight(),
             version=self._version,
             model=self._model,
+            discovery_faults=self._discovery_faults(),
         )
 
     async def Drain(  # noqa: N802
@@ -220,12 +224,19 @@ class RouterControl(pb_grpc.ControlServicer):
 
     def _workers(self) -> Iterator[pb.WorkerStatus]:
         present = {worker.address: worker for worker in self._view.workers}
-        for link in self._links:
+        for link in self._links.links:
             worker = present.get(link.address)
             if worker is None:
-                yield pb.WorkerStatus(address=link.address, state=link.state.value)
+                status = pb.WorkerStatus(address=link.address, state=link.state.value)
+                status.reason = link.reason
             else:
-                yield self._status(worker)
+                status = self._status(worker)
+            sighting = self._links.sighting(link.address)
+            if sighting is not None:
+                status.sighted_by = sighting.source
+                status.registered_as = sighting.registered_as
+                status.labels.update(sighting.labels)
+            yield status
 
     def _status(self, worker: WorkerView) -> pb.WorkerStatus:
         now_s = self._clock.now_s()

@@ -1,17 +1,18 @@
-"""The link to one pool node: a stream of reports on its blocks, opened again whenever it breaks.
+"""The links to the pool's nodes: from each a stream of reports on its blocks, opened again whenever it breaks.
 
 Reports go into the prefix index; commands do not exist, since routers ask nothing of a pool. A node that cannot be reached, or
 is silent for a while, holds nothing as far as routing is concerned.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
 
 from baton.backoff import Backoff
+from baton.clock import Clock, MonotonicClock
 from baton.errors import IncompatibleError
 from baton.ids import WorkerIdentity
 from baton.rpc.channel import open_channel, stranger
@@ -22,6 +23,8 @@ from baton.rpc.reports import blocks_from_proto
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
 from baton.telemetry.logs import get_logger
+from router.discovery.asked import AskedAddresses
+from router.discovery.ports import Sighting
 from router.routing.pools import PoolNodes
 
 _log = get_logger(__name__)
@@ -67,6 +70,11 @@ class PoolWatch:
         self._timing = timing or WatchTiming()
         self._credentials = credentials
         self._told = ""
+
+    @property
+    def connected(self) -> bool:
+        """Whether a node is there."""
+        return self.node is not None
 
     async def run(self) -> None:
         """Watches, and watches anew, until cancelled."""
@@ -144,6 +152,55 @@ class PoolWatch:
         return True
 
 
+class PoolWatches:
+    """All watches: of the addresses that are listed, and of those that discovery names.
+
+    Args:
+        addresses: gRPC addresses of nodes that are always watched.
+        pools: Told of nodes that come and go and what they hold.
+        timing: How watches wait.
+        credentials: Of this process.
+        clock: Monotonic.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        pools: PoolNodes,
+        *,
+        timing: WatchTiming | None = None,
+        credentials: ClusterCredentials | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._asked = AskedAddresses(
+            "pool node",
+            addresses,
+            lambda address: PoolWatch(address, pools, timing=timing, credentials=credentials),
+            clock or MonotonicClock(),
+        )
+
+    @property
+    def watches(self) -> tuple[PoolWatch, ...]:
+        """One per address that is watched."""
+        return self._asked.all()
+
+    def addresses(self) -> tuple[str, ...]:
+        """All that are watched."""
+        return tuple(watch.address for watch in self.watches)
+
+    def start(self) -> None:
+        """Begins to watch, in the background."""
+        self._asked.start()
+
+    def follow(self, sightings: Collection[Sighting]) -> None:
+        """Nodes may be there too."""
+        self._asked.follow(sightings)
+
+    async def close(self) -> None:
+        """Watches nowhere any more."""
+        await self._asked.close()
+
+
 @asynccontextmanager
 async def watching(
     addresses: Sequence[str],
@@ -151,22 +208,11 @@ async def watching(
     *,
     timing: WatchTiming | None = None,
     credentials: ClusterCredentials | None = None,
-) -> AsyncIterator[tuple[PoolWatch, ...]]:
-    """Watches the nodes at all `addresses` while inside."""
-    watches = tuple(
-        PoolWatch(address, pools, timing=timing, credentials=credentials) for address in addresses
-    )
-    tasks = [asyncio.create_task(watch.run(), name=f"watch {watch.address}") for watch in watches]
-    for task in tasks:
-        task.add_done_callback(_report)
+) -> AsyncIterator[PoolWatches]:
+    """Watches the nodes at all `addresses`, and where it is told to, while inside."""
+    watches = PoolWatches(addresses, pools, timing=timing, credentials=credentials)
+    watches.start()
     try:
         yield watches
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.error("a watch of the pool died", cause=task.exception(), watch=task.get_name())
+        await watches.close()

@@ -39,6 +39,7 @@ from router.admission.capacity import MeasuredSpeed, WorkerCapacity
 from router.admission.share_exchange import sharing
 from router.app import AppSettings, create_app
 from router.control import RouterControl
+from router.discovery.watch import DiscoveryWatch, discovering
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.events import Heard
 from router.dispatch.placement import Placement
@@ -50,7 +51,7 @@ from router.http import server
 from router.http.connections import ADMIN_CONNECTIONS, connections_that_fit
 from router.inboxes import Inboxes
 from router.model_discovery import ModelDiscovery
-from router.pool_watch import watching
+from router.pool_watch import PoolWatches, watching
 from router.roles.planning import RolePlanning, planning
 from router.routing.chains import PromptHasher
 from router.routing.explanation import DecisionLog
@@ -59,7 +60,13 @@ from router.routing.policies import policy_named
 from router.routing.predictive import LocalPrefill
 from router.routing.view import ClusterView
 from router.status import ClusterStatus
-from router.telemetry.collectors import IndexMetrics, PairMetrics, RetryMetrics, WorkerLoads
+from router.telemetry.collectors import (
+    IndexMetrics,
+    PairMetrics,
+    RetryMetrics,
+    WorkerLoads,
+    WorkerRefusals,
+)
 from router.templates.renderer import read_template
 from router.tenancy import Tenancy, open_tenancy
 from router.text.model_files import model_files, revision_of
@@ -79,6 +86,8 @@ they are written, is rarely looked through.
 _SWITCH_INTERVAL_S = 0.0005
 """Of Python's threads: so long the event loop waits at most, at each of its turns, while a thread that computes holds the interpreter."""
 _ALL_WORKERS_WAITS = 6
+_DISCOVERED_WORKERS = 64
+"""So many have file descriptors kept for them, of those that nobody has listed. More are connected, too: then clients have fewer."""
 
 _log = get_logger(__name__)
 
@@ -109,10 +118,10 @@ async def run(
     Args:
         config: The whole configuration, resolved: model, names and secret are set.
         sockets: Listening sockets for HTTP; closed at the end.
-        worker_addresses: gRPC addresses of all workers.
+        worker_addresses: gRPC addresses of workers; discovery may find more.
         notify: Told of progress, and when requests are served.
         stop: Set from outside.
-        pool_addresses: gRPC addresses of the pool's nodes.
+        pool_addresses: gRPC addresses of the pool's nodes; discovery may find more.
         secret: The cluster secret; that of the configuration if None.
         control_address: Where Control is served; the cluster's runtime directory's socket if None.
 
@@ -143,7 +152,14 @@ async def run(
             running(parts),
             open_tenancy(config, registry, refused) as tenancy,
             sharing(config, parts.admission, refused),
-            watching(pool_addresses, parts.view.pools, credentials=credentials),
+            watching(pool_addresses, parts.view.pools, credentials=credentials) as watches,
+            discovering(
+                config,
+                workers=parts.membership,
+                pool_nodes=watches,
+                registry=registry,
+                refused=refused,
+            ) as discovery,
             planning(
                 config,
                 view=parts.view,
@@ -157,7 +173,8 @@ async def run(
                 parts,
                 tenancy,
                 roles,
-                pool_addresses,
+                watches,
+                discovery,
                 control_address,
                 credentials,
                 refusals,
@@ -166,10 +183,11 @@ async def run(
                 _app(config, parts, loaded, registry, tenancy, tracer, grammars),
                 config,
                 sockets,
-                config.router.max_connections or connections_that_fit(len(worker_addresses)),
+                config.router.max_connections
+                or connections_that_fit(_most_workers(config, worker_addresses)),
                 refusals,
             ) as http,
-            _announcing(parts, notify),
+            _announcing(parts, notify, discovers=discovery is not None),
         ):
             await http.stopped_by(stop)
             generator = parts.generator
@@ -233,7 +251,12 @@ def compose(
     index = PrefixIndex()
     view = ClusterView(index, silence_timeout_s=config.silence_timeout_s)
     window_tokens = config.prefill_window_tokens
-    capacity = WorkerCapacity(view, MeasuredSpeed(), prefill_window_tokens=window_tokens)
+    capacity = WorkerCapacity(
+        view,
+        MeasuredSpeed(),
+        prefill_window_tokens=window_tokens,
+        local_decode_sequences=config.local_decode_sequences,
+    )
     local_prefill = LocalPrefill(
         max_tokens=config.local_prefill_tokens, max_stall_s=config.local_prefill_stall_s
     )
@@ -255,7 +278,9 @@ def compose(
     def hear(heard: Heard) -> None:  # links and generator call each other
         generator.hear(heard)
 
-    membership = WorkerLinks(worker_addresses, hear, timing=link_timing, credentials=credentials)
+    membership = WorkerLinks(
+        worker_addresses, hear, timing=link_timing, credentials=credentials, clock=clock
+    )
     generator = ClusterGenerator(
         dispatcher=dispatcher,
         admission=admission,
@@ -344,6 +369,7 @@ def _app(
     registry.register(RetryMetrics(parts.dispatcher.retry_counters, settings.model_names[0]))
     registry.register(PairMetrics(parts.view.broken_pairs))
     registry.register(WorkerLoads(parts.view, settings.model_names[0]))
+    registry.register(WorkerRefusals(parts.membership.refusals))
     return create_app(
         settings,
         parts.generator,
@@ -384,7 +410,8 @@ async def _operated(
     parts: RouterParts,
     tenancy: Tenancy,
     roles: RolePlanning | None,
-    pool_addresses: Sequence[str],
+    watches: PoolWatches,
+    discovery: DiscoveryWatch | None,
     control_address: str,
     credentials: ClusterCredentials,
     refusals: server.ConnectionRefusals,
@@ -398,9 +425,9 @@ async def _operated(
         of_tenant=tenancy.story,
         of_planner=None if roles is None else roles.story,
     )
-    pool = PoolAdminClient(pool_addresses, credentials)
+    pool = PoolAdminClient(watches.addresses, credentials)
     async with (
-        _control(config, parts, roles, stories, control_address, credentials),
+        _control(config, parts, roles, stories, discovery, control_address, credentials),
         _admin(config, tenancy, pool, stories, refusals),
     ):
         yield
@@ -437,13 +464,15 @@ async def _control(
     parts: RouterParts,
     roles: RolePlanning | None,
     stories: OperatorStories,
+    discovery: DiscoveryWatch | None,
     address: str,
     credentials: ClusterCredentials,
 ) -> AsyncIterator[None]:
     rpc = new_server(credentials, CONTROL)
     control = RouterControl(
         view=parts.view,
-        links=parts.membership.links,
+        links=parts.membership,
+        discovery_faults=lambda: () if discovery is None else discovery.faults,
         requests=parts.generator,
         credentials=credentials,
         stories=stories,
@@ -463,8 +492,10 @@ async def _control(
 
 
 @asynccontextmanager
-async def _announcing(parts: RouterParts, notify: Notify) -> AsyncIterator[None]:
-    announcing = asyncio.create_task(_announce(parts, notify))
+async def _announcing(
+    parts: RouterParts, notify: Notify, *, discovers: bool
+) -> AsyncIterator[None]:
+    announcing = asyncio.create_task(_announce(parts, notify, discovers=discovers))
     try:
         yield
     finally:
@@ -472,12 +503,17 @@ async def _announcing(parts: RouterParts, notify: Notify) -> AsyncIterator[None]
         await asyncio.gather(announcing, return_exceptions=True)
 
 
-async def _announce(parts: RouterParts, notify: Notify) -> None:
-    """Tells `notify` once every worker is here, or after a while those that can serve."""
-    links = parts.membership.links
+async def _announce(parts: RouterParts, notify: Notify, *, discovers: bool) -> None:
+    """Tells `notify` once every worker is here, or after a while those that can serve. Where workers are discovered nobody knows how many
+    there will be: those that can serve are enough.
+    """
     waits = _ALL_WORKERS_WAITS
-    while (joined := sum(link.state is LinkState.READY for link in links)) < len(links):
-        notify.progress("waiting for workers", joined / len(links))
+    while True:
+        links = parts.membership.links
+        joined = sum(link.state is LinkState.READY for link in links)
+        if parts.status.ready() if discovers else joined == len(links):
+            break
+        notify.progress("waiting for workers", joined / max(1, len(links)))
         try:
             async with asyncio.timeout(_WAIT_S):
                 await parts.discovery.next_worker()
@@ -488,3 +524,8 @@ async def _announce(parts: RouterParts, notify: Notify) -> None:
             _log.warning("serving without all workers", joined=joined, expected=len(links))
             break
     notify.ready()
+
+
+def _most_workers(config: BatonConfig, listed: Sequence[str]) -> int:
+    """Workers that file descriptors are kept for."""
+    return len(listed) + (0 if config.cluster.discovery == "static" else _DISCOVERED_WORKERS)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.config.ports import MIN_PORTS, is_wildcard, parse_ports, port_of
-from baton.config.schema import BatonConfig, EngineConfig
+from baton.config.schema import BatonConfig, ClusterConfig, EngineConfig
 from baton.ids import Role
 
 
@@ -81,6 +81,13 @@ TENANT_SOURCES = ("file", "redis")
 BACKENDS = ("cuda_ipc", "shm", "nixl", "ucx")
 EVICTIONS = ("lru", "s3fifo", "cost")
 DIRECTORIES = ("memory", "redis")
+DISCOVERIES = ("static", "dns", "redis")
+MOST_LABELS, MOST_LABEL_CHARS = 16, 128
+
+_DNS_NAME = re.compile(
+    r"_[A-Za-z0-9-]+\._[a-z]+\.[A-Za-z0-9_.-]+|[A-Za-z0-9][A-Za-z0-9_.-]*:\d{1,5}"
+)
+"""`_service._tcp.domain`, or `host:port`."""
 CONTENT_FORMATS = ("auto", "string", "openai")
 
 RULES: tuple[Rule, ...] = (
@@ -226,6 +233,25 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(path="cluster.workers", holds=all, demand="must not hold an empty address"),
     Rule(path="cluster.pool_nodes", holds=all, demand="must not hold an empty address"),
+    _one_of("cluster.discovery", DISCOVERIES),
+    *(
+        Rule(
+            path=path,
+            holds=lambda v: all(_is_dns_name(name) for name in v),
+            demand="must hold names such as decode.workers.svc:7001 or _grpc._tcp.decode.workers.svc",
+        )
+        for path in ("cluster.worker_names", "cluster.pool_node_names")
+    ),
+    Rule(path="cluster.dns_servers", holds=all, demand="must not hold an empty address"),
+    Rule(path="cluster.redis_prefix", holds=bool, demand="must not be empty"),
+    Rule(
+        path="cluster.labels",
+        holds=lambda v: (
+            len(v) <= MOST_LABELS
+            and all(len(word) <= MOST_LABEL_CHARS for pair in v.items() for word in pair)
+        ),
+        demand=f"must hold at most {MOST_LABELS} labels, whose names and values have at most {MOST_LABEL_CHARS} characters",
+    ),
     Rule(
         path="cluster.secret",
         holds=lambda v: v == "" or re.fullmatch(r"[0-9a-fA-F]{64}", v) is not None,
@@ -250,6 +276,7 @@ RULES: tuple[Rule, ...] = (
         "transfer.lease_s",
         "transfer.retry_grace_s",
         "transfer.pool_after_s",
+        "cluster.redis_timeout_s",
         "cluster.restart_backoff_s",
         "cluster.restart_backoff_max_s",
         "cluster.startup_timeout_s",
@@ -259,6 +286,7 @@ RULES: tuple[Rule, ...] = (
         "cluster.drain_timeout_s",
         "router.local_prefill_tokens",
         "router.local_prefill_stall_s",
+        "router.local_decode_sequences",
     ),
     _one_of("log.level", LOG_LEVELS),
     Rule(path="trace.endpoint", holds=bool, demand="must not be empty"),
@@ -276,6 +304,8 @@ def contradiction(config: BatonConfig) -> str | None:
         return "tenants.source is redis, which needs tenants.redis_url"
     if config.tenants.source == "redis" and not cluster.secret:
         return "tenants.source is redis, which needs cluster.secret: the document is sealed with it"
+    if (misfit := _discovery_misfit(cluster)) is not None:
+        return misfit
     if (misfit := _engine_misfit(config)) is not None:
         return misfit
     pool = config.pool
@@ -308,13 +338,42 @@ def contradiction(config: BatonConfig) -> str | None:
         return f"cluster.metrics_port: from {cluster.metrics_port} there are not {ports} ports"
     can_prefill = cluster.prefill_workers + cluster.hybrid_workers > 0
     can_decode = cluster.decode_workers + cluster.hybrid_workers > 0
-    if not cluster.workers and not (can_prefill and can_decode):
+    if cluster.discovery == "static" and not cluster.workers and not (can_prefill and can_decode):
         return (
             "the cluster needs a prefill and a decode worker, or a hybrid one: it has"
             f" {cluster.prefill_workers} prefill, {cluster.decode_workers} decode"
             f" and {cluster.hybrid_workers} hybrid"
         )
     return None
+
+
+_OF_DISCOVERY = {
+    "worker_names": "dns",
+    "pool_node_names": "dns",
+    "dns_servers": "dns",
+    "redis_url": "redis",
+}
+"""Settings of `cluster` that one kind of discovery alone reads."""
+
+
+def _discovery_misfit(cluster: ClusterConfig) -> str | None:
+    """What the chosen discovery lacks, or does not read; None if all fits."""
+    for name, kind in _OF_DISCOVERY.items():
+        if getattr(cluster, name) and cluster.discovery != kind:
+            return f"cluster.{name} needs cluster.discovery {kind}: it is {cluster.discovery}"
+    if cluster.discovery == "dns" and not cluster.worker_names:
+        return "cluster.discovery is dns, which needs cluster.worker_names"
+    if cluster.discovery == "redis" and not cluster.redis_url:
+        return "cluster.discovery is redis, which needs cluster.redis_url"
+    if cluster.discovery == "redis" and not cluster.secret:
+        return "cluster.discovery is redis, which needs cluster.secret: registrations are sealed with it"
+    return None
+
+
+def _is_dns_name(name: str) -> bool:
+    return _DNS_NAME.fullmatch(name) is not None and (
+        name.startswith("_") or 1 <= (port_of(name) or 0) <= 65535
+    )
 
 
 _OWN_ENGINE_ONLY = (

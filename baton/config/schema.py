@@ -171,6 +171,8 @@ class RouterConfig:
         local_prefill_tokens: With `predictive`, a decode worker may compute up to so many tokens of a prompt itself, where
             that is predicted to be better; 0 forbids it.
         local_prefill_stall_s: The longest time for which that may hold up the sequences that decode there.
+        local_decode_sequences: Where no decode worker has room, a prefill worker without a prompt to compute may decode up to so many
+            sequences itself; 0 forbids it.
         chat_template: File of the template that conversations are written by, or the template itself; empty for the model's own.
         chat_template_content_format: What the template is given as the content of a message: `string` for its text, `openai`
             for a list of one part with that text, `auto` for what the template asks for.
@@ -207,6 +209,7 @@ class RouterConfig:
     policy: str = "predictive"
     local_prefill_tokens: int = 512
     local_prefill_stall_s: float = 0.05
+    local_decode_sequences: int = 0
     chat_template: str = ""
     chat_template_content_format: str = "auto"
     root_path: str = ""
@@ -445,6 +448,16 @@ class ClusterConfig:
         hybrid_workers: Number of workers that do both. With these asked for, the numbers above default to 0.
         workers: Addresses of workers that run elsewhere; the router joins them to the ones started here.
         pool_nodes: Addresses of pool nodes that run elsewhere: the router watches what they hold.
+        discovery: How routers find workers and pool nodes that are not listed: `static`, not at all; `dns`, by the names below;
+            `redis`, where those that listen on TCP register (docs/guides/discovery.md).
+        worker_names: With `dns`: names of workers, `host:port` for A or AAAA records, or `_service._tcp.domain` for SRV records. A name
+            that ends with a dot is not tried under search domains.
+        pool_node_names: With `dns`: the same of pool nodes.
+        dns_servers: With `dns`: servers to ask, `address` or `address:port`; those of the system unless given.
+        redis_url: With `redis`: where processes register, `redis://`, `rediss://` or `unix://`.
+        redis_prefix: Begins the keys there. It is the scope of discovery: clusters that share a Redis need different ones.
+        redis_timeout_s: How long an answer of Redis is waited for.
+        labels: Where this process stands, such as `{zone: a, rack: r7}`; registered with it, and shown by `baton status --json`.
         runtime_dir: Directory of this cluster's sockets; empty for one named after the HTTP port, in the machine's
             directory for temporary files. Made at start and removed at the end.
         secret: Cluster secret in hex (32 bytes); empty draws a new one at start.
@@ -470,6 +483,14 @@ class ClusterConfig:
     hybrid_workers: int = 0
     workers: tuple[str, ...] = ()
     pool_nodes: tuple[str, ...] = ()
+    discovery: str = "static"
+    worker_names: tuple[str, ...] = ()
+    pool_node_names: tuple[str, ...] = ()
+    dns_servers: tuple[str, ...] = ()
+    redis_url: str = ""
+    redis_prefix: str = "baton"
+    redis_timeout_s: float = 0.25
+    labels: dict[str, str] = field(default_factory=dict)
     runtime_dir: str = ""
     secret: str = ""
     tls_certificate: str = ""

@@ -14,7 +14,15 @@ TYPES: dict[str, object] = {
 }
 """Type of every setting by its path, such as `router.port`."""
 
-SECRETS = frozenset({"admin.api_keys", "cluster.secret", "router.api_keys", "tenants.redis_url"})
+SECRETS = frozenset(
+    {
+        "admin.api_keys",
+        "cluster.redis_url",
+        "cluster.secret",
+        "router.api_keys",
+        "tenants.redis_url",
+    }
+)
 """Never shown: not in an error, not in a log, not in the environment or arguments of a child process."""
 
 

@@ -38,6 +38,7 @@ _KINDS = {
     "on_decode": "the decode worker computes the prompt too, which was predicted to be better",
     "no_prefiller": "the decode worker computes the prompt too, for want of another",
     "no_decoder": "the prefill worker decodes too, for want of another",
+    "on_prefill": "a prefill worker without a prompt decodes too: no decode worker had room",
     "take_over": "another prefill worker took over",
 }
 

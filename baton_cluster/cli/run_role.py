@@ -1,7 +1,7 @@
 """`baton run ROLE`: one process of a cluster whose others are started elsewhere, by hand or by an orchestrator.
 
 It is the same child that a launcher starts, with a part that this module decides: Baton does not restart it, and it
-knows the others by their addresses alone (`cluster.workers`, `pool.address`). It ends with SIGTERM or Ctrl-C, after
+knows the others by their addresses alone (`cluster.workers`, `cluster.discovery`, `pool.address`). It ends with SIGTERM or Ctrl-C, after
 its drain.
 """
 
@@ -27,7 +27,14 @@ from baton_cluster.launch import listener
 from baton_cluster.launch.assignment import Assignment, Part, encode
 from baton_cluster.launch.lifeline import Fatal, Progress, Ready, Status
 from baton_cluster.launch.machine import usable_cores
-from baton_cluster.launch.plan import POOL, ROUTER, SIMULATED, pool_part, resolve_model
+from baton_cluster.launch.plan import (
+    POOL,
+    ROUTER,
+    SIMULATED,
+    found_by,
+    pool_part,
+    resolve_model,
+)
 from baton_cluster.launch.runtime_dir import RuntimeDir, parent_dir, socket_address
 
 _ROLES = (ROUTER, POOL, *(role.value for role in Role), SIMULATED)
@@ -132,8 +139,11 @@ def _check(config: BatonConfig, alone: Alone) -> None:
     if not config.cluster.secret:
         raise _missing("cluster.secret", "all processes of the cluster need the same")
     if alone.role == ROUTER:
-        if not config.cluster.workers:
-            raise _missing("cluster.workers", "a router alone knows no other workers")
+        if config.cluster.discovery == "static" and not config.cluster.workers:
+            raise _missing(
+                "cluster.workers",
+                "a router alone knows no other workers, unless cluster.discovery finds them",
+            )
     elif alone.role == POOL:
         if config.pool.memory_bytes is None:
             raise _missing(
@@ -172,7 +182,8 @@ def _missing(path: str, why: str) -> ConfigError:
 def describe(config: BatonConfig, alone: Alone) -> str:
     """One line: what it is, where it listens, and the processes that it knows."""
     if alone.role == ROUTER:
-        at, known = f"{config.router.host}:{config.router.port}", " ".join(config.cluster.workers)
+        at = f"{config.router.host}:{config.router.port}"
+        known = " ".join((*config.cluster.workers, *found_by(config.cluster)))
         return f"{alone.name}: router at {at}, workers {known}"
     if alone.role == POOL:
         return f"{alone.name}: pool node at {config.pool.address}"

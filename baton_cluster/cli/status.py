@@ -5,7 +5,7 @@ of this host, as its node sees itself.
 import argparse
 import asyncio
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -42,6 +42,10 @@ class WorkerStatus:
     router_in_flight: int
     seconds_since_progress: float
     drained_by: str = ""
+    reason: str = ""
+    sighted_by: str = ""
+    registered_as: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,7 @@ class StatusReport:
     version: str
     requests_in_flight: int
     workers: tuple[WorkerStatus, ...]
+    discovery_faults: tuple[str, ...] = ()
     pool: PoolStatus | None = None
 
 
@@ -82,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(
                 Text(f"{worker.worker_id} is drained by {worker.drained_by}", style="yellow")
             )
+    for line in strangers(status):
+        console.print(Text(line, style="yellow"))
     if status.pool is not None:
         console.print(render_pool(status.pool))
     return 0
@@ -139,6 +146,19 @@ def render(status: StatusReport) -> Table:
     return table
 
 
+def strangers(status: StatusReport) -> list[str]:
+    """A line per address at which no worker is used, with why, and one for each question that discovery got no answer to."""
+    lines = []
+    for worker in status.workers:
+        if worker.worker_id:
+            continue
+        sighted = f", sighted by {worker.sighted_by}" if worker.sighted_by else ""
+        said = f" as {worker.registered_as}" if worker.registered_as else ""
+        why = f": {worker.reason}" if worker.reason else ""
+        lines.append(f"{worker.address}{sighted}{said} is {worker.state}{why}")
+    return [*lines, *(f"discovery: {fault}" for fault in status.discovery_faults)]
+
+
 def _cells(worker: WorkerStatus) -> list[str]:
     load, rate = worker.load, worker.prefix_hit_rate
     counts = (
@@ -161,6 +181,7 @@ def _from_proto(reply: StatusReply) -> StatusReport:
         version=reply.version,
         requests_in_flight=reply.requests_in_flight,
         workers=tuple(_worker(message) for message in reply.workers),
+        discovery_faults=tuple(reply.discovery_faults),
     )
 
 
@@ -181,4 +202,8 @@ def _worker(message: WorkerStatusMessage) -> WorkerStatus:
         router_in_flight=message.router_in_flight,
         seconds_since_progress=message.seconds_since_progress,
         drained_by=message.drained_by,
+        reason=message.reason,
+        sighted_by=message.sighted_by,
+        registered_as=message.registered_as,
+        labels=dict(message.labels),
     )

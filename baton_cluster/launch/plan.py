@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from baton.config.schema import BatonConfig, ModelConfig, PoolConfig, WorkerConfig
+from baton.config.schema import (
+    BatonConfig,
+    ClusterConfig,
+    ModelConfig,
+    PoolConfig,
+    WorkerConfig,
+)
 from baton.errors import ModelLoadError
 from baton.ids import Incarnation, Role
 from baton_cluster.launch.assignment import Assignment, Part
@@ -126,6 +132,15 @@ def plan_children(
     return [*pool, *workers, ChildPlan(name=ROUTER, role=ROUTER)]
 
 
+def found_by(cluster: ClusterConfig) -> tuple[str, ...]:
+    """What discovery asks, in a few words; empty where it asks nothing."""
+    if cluster.discovery == "dns":
+        return (f"those that DNS names ({' '.join(cluster.worker_names)})",)
+    if cluster.discovery == "redis":
+        return (f"those that register in Redis ({cluster.redis_prefix})",)
+    return ()
+
+
 def describe_workers(config: BatonConfig) -> str:
     """`1 prefill + 1 decode`."""
     cluster = config.cluster
@@ -135,7 +150,8 @@ def describe_workers(config: BatonConfig) -> str:
         (cluster.hybrid_workers, "hybrid"),
         (len(cluster.workers), "elsewhere"),
     )
-    return " + ".join(f"{count} {what}" for count, what in counts if count)
+    here = [f"{count} {what}" for count, what in counts if count]
+    return " + ".join((*here, *found_by(cluster)))
 
 
 def assignment_of(

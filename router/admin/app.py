@@ -65,7 +65,7 @@ def create_admin_app(
     app.add_middleware(AdminAuthMiddleware, keys=keys)
     errors.install(app)
     _add_tenants(app, tenancy)
-    nodes = pool or PoolAdminClient(())
+    nodes = pool or PoolAdminClient(tuple)
     add_pool(app, nodes)
     add_block_story(app, nodes)
     if stories is not None:

@@ -42,14 +42,16 @@ class PoolAdminClient:
     """All nodes that a router knows, asked at once. Each call has a connection of its own: operators ask seldom.
 
     Args:
-        addresses: gRPC addresses of the nodes.
+        addresses: Tells the gRPC addresses of the nodes, which may change.
         credentials: Of this process.
     """
 
     def __init__(
-        self, addresses: Sequence[str], credentials: ClusterCredentials | None = None
+        self,
+        addresses: Callable[[], Sequence[str]],
+        credentials: ClusterCredentials | None = None,
     ) -> None:
-        self.addresses = tuple(addresses)
+        self.addresses = addresses
         self._credentials = credentials
 
     async def usage(self) -> list[PoolNodeAnswer[pb.PoolUsageReply]]:
@@ -69,7 +71,7 @@ class PoolAdminClient:
     async def _ask_all(
         self, question: Callable[["PoolAsyncStub"], Awaitable[Reply]]
     ) -> list[PoolNodeAnswer[Reply]]:
-        return await asyncio.gather(*(self._ask(address, question) for address in self.addresses))
+        return await asyncio.gather(*(self._ask(address, question) for address in self.addresses()))
 
     async def _ask(
         self, address: str, question: Callable[["PoolAsyncStub"], Awaitable[Reply]]

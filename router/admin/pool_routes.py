@@ -86,7 +86,7 @@ def add_pool(app: FastAPI, client: PoolAdminClient) -> None:
 
 
 def _known(client: PoolAdminClient) -> PoolAdminClient:
-    if not client.addresses:
+    if not client.addresses():
         raise RouteNotFoundError("This cluster has no pool.")
     return client
 

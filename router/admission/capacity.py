@@ -4,6 +4,7 @@ A worker is given a little more than it can run, so that it never idles between 
 waits inside a worker can be neither reordered nor taken back cheaply.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from router.ports import GenerationRequest
@@ -44,12 +45,19 @@ class WorkerCapacity:
         view: The workers and what is in flight on them.
         speed: Predictions.
         prefill_window_tokens: Prompt tokens a prefill worker is given ahead.
+        local_decode_sequences: Sequences that a prefill worker without a prompt decodes itself while decode workers are full.
     """
 
     def __init__(
-        self, view: ClusterView, speed: SpeedEstimates, *, prefill_window_tokens: int
+        self,
+        view: ClusterView,
+        speed: SpeedEstimates,
+        *,
+        prefill_window_tokens: int,
+        local_decode_sequences: int = 0,
     ) -> None:
         self._view = view
+        self._local_decode_sequences = local_decode_sequences
         self._speed = speed
         self._prefill_window_tokens = prefill_window_tokens
 
@@ -61,10 +69,34 @@ class WorkerCapacity:
         if not usable:
             return True
         decoders = decoders_of(usable)
+        if not any(self._can_decode_request(worker, request) for worker in decoders):
+            keeper = self.idle_prefill_worker(
+                usable,
+                samples=request.num_samples,
+                context_tokens=request.num_prompt_tokens * request.num_samples,
+                slo=request.slo,
+            )
+            return keeper is not None
         prefillers = [worker for worker in usable if worker.hello.role.prefills_for_others]
-        return any(self._can_prefill(worker, now_s) for worker in prefillers or decoders) and any(
-            self._can_decode_request(worker, request) for worker in decoders
-        )
+        return any(self._can_prefill(worker, now_s) for worker in prefillers or decoders)
+
+    def idle_prefill_worker(
+        self, workers: Sequence[WorkerView], *, samples: int, context_tokens: int, slo: Slo
+    ) -> WorkerView | None:
+        """The one of `workers` that is to compute and decode `samples` of such a context by itself, where no decode worker has room: it has
+        no prompt to compute, and decodes the fewest; None if none may.
+        """
+        most = self._local_decode_sequences - samples
+        found = [
+            worker
+            for worker in workers
+            if worker.can_prefill
+            and not worker.can_decode
+            and worker.queued_prefill_tokens == 0
+            and worker.sequences <= most
+            and self.can_decode(worker, samples=samples, context_tokens=context_tokens, slo=slo)
+        ]
+        return min(found, key=lambda worker: worker.sequences, default=None)
 
     def first_token_s(self, request: GenerationRequest, now_s: float) -> float:
         """On the worker that is predicted to be the fastest; 0 while nothing is known."""

@@ -18,7 +18,7 @@ from router.ports import Timing
 from router.routing.chains import chain_of
 from router.routing.explanation import DecisionLog, Measured
 from router.routing.index import PrefixIndex
-from router.routing.policy import Demand, Pair, Policy, Unavailable, decoders_of
+from router.routing.policy import Demand, Pair, Policy, RouteKind, Unavailable, decoders_of
 from router.routing.table import Fingerprints, HeldBySlot
 from router.routing.view import ClusterView, WorkerView
 
@@ -81,7 +81,8 @@ class Placement:
         if isinstance(chosen, Pair) and not self._has_capacity(chosen.decode, request, prompt):
             # The best of all workers, if it has capacity, is the best of those that have it: nearly always no other need be asked.
             full = self._full(request, prompt, usable)
-            chosen = self._connected_pair(usable, replace(demand, full=full))
+            kept = None if full else self._kept_on_prefill(request, prompt, usable)
+            chosen = kept or self._connected_pair(usable, replace(demand, full=full))
         if isinstance(chosen, Pair):
             self._remember(request, chosen, demand)
         else:
@@ -180,6 +181,23 @@ class Placement:
         decoders = decoders_of(workers)
         full = frozenset(w.identity for w in decoders if not self._has_capacity(w, request, prompt))
         return full if len(full) < len(decoders) else frozenset()
+
+    def _kept_on_prefill(
+        self, request: RequestState, prompt: Prompt, workers: Sequence[WorkerView]
+    ) -> Pair | None:
+        """Both legs on a prefill worker without a prompt, as far as that is allowed: every decode worker is full."""
+        if self._capacity is None:
+            return None
+        samples = len(prompt.samples)
+        worker = self._capacity.idle_prefill_worker(
+            workers,
+            samples=samples,
+            context_tokens=samples * prompt.num_tokens,
+            slo=request.slo,
+        )
+        if worker is None:
+            return None
+        return Pair(prefill=worker, decode=worker, kind=RouteKind.ON_PREFILL)
 
     def _has_capacity(self, worker: WorkerView, request: RequestState, prompt: Prompt) -> bool:
         if self._capacity is None:

@@ -69,6 +69,7 @@ class RouteKind(Enum):
     ON_DECODE = "on_decode"
     NO_PREFILLER = "no_prefiller"
     NO_DECODER = "no_decoder"
+    ON_PREFILL = "on_prefill"
     TAKE_OVER = "take_over"
     UNAVAILABLE = "unavailable"
 

@@ -248,7 +248,9 @@ class ClusterView:
         identity = hello.identity
         if identity.worker_id in self._workers:
             held = self._workers[identity.worker_id]
-            raise IncompatibleError(f"{identity} at {address}: {held.address} has this name")
+            raise IncompatibleError(
+                f"worker_id: {identity} at {address}: {held.address} has this name"
+            )
         self._check_model(hello)
         self._forgive(now_s)
         worker = WorkerView(
@@ -395,5 +397,5 @@ class ClusterView:
             theirs, mine = other.hello.layout.model_fingerprint, hello.layout.model_fingerprint
             if theirs != mine:
                 raise IncompatibleError(
-                    f"{hello.identity} holds model {mine}, {other.identity} holds {theirs}"
+                    f"model_fingerprint: {hello.identity} holds model {mine}, {other.identity} holds {theirs}"
                 )

@@ -1,6 +1,6 @@
 """What /metrics reads from the router's own parts whenever it is scraped: index, decisions, restarts, the workers' reports."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -221,4 +221,26 @@ class RouteDecisions(Collector):
         )
         for kind, count in self._log.counts.items():
             family.add_metric((kind.value,), count)
+        yield family
+
+
+class WorkerRefusals(Collector):
+    """Workers that were refused when they greeted.
+
+    Args:
+        refusals: How often, by the field that did not fit; read at each scrape.
+    """
+
+    def __init__(self, refusals: Mapping[str, int]) -> None:
+        self._refusals = refusals
+
+    def collect(self) -> Iterator[Metric]:
+        """One counter."""
+        family = CounterMetricFamily(
+            "baton_workers_refused",
+            "Greetings of workers that were refused, by the field that did not fit.",
+            labels=("field",),
+        )
+        for field, count in sorted(self._refusals.items()):
+            family.add_metric((field,), count)
         yield family

@@ -5,19 +5,23 @@ dispatcher, and the worker drops the legs that it had of this router.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import grpc
 
 from baton.backoff import Backoff
+from baton.clock import Clock, MonotonicClock
 from baton.errors import BatonError, IncompatibleError, WorkerLostError
 from baton.rpc.channel import open_channel, stranger
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import PROTOCOL_VERSION, WorkerHello, hello_from_proto
 from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.telemetry.logs import get_logger
+from router.discovery.asked import AskedAddresses
+from router.discovery.ports import Sighting
 from router.dispatch.actions import RefuseWorker, SendAction
 from router.dispatch.events import Heard, RoleChanged, WorkerJoined
 from router.dispatch.events import WorkerLost as WorkerLostEvent
@@ -61,6 +65,7 @@ class WorkerLink:
         sink: Takes events; called on the event loop, must not block.
         timing: How it waits.
         credentials: Of this process.
+        refusals: Counts, by the field that did not fit, how often a worker was refused.
     """
 
     def __init__(
@@ -70,10 +75,12 @@ class WorkerLink:
         *,
         timing: LinkTiming | None = None,
         credentials: ClusterCredentials | None = None,
+        refusals: Counter[str] | None = None,
     ) -> None:
         self.address = address
         self.state = LinkState.CONNECTING
         self.hello: WorkerHello | None = None
+        self._refusals = Counter() if refusals is None else refusals
         self._sink = sink
         self._timing = timing or LinkTiming()
         self._credentials = credentials
@@ -89,12 +96,23 @@ class WorkerLink:
                 joined = await self._connect_and_serve()
             except IncompatibleError as error:
                 self.state = LinkState.REFUSED
+                self._refusals[_field(error)] += 1
                 if error.message != self._told:  # not at every attempt
                     _log.error("worker cannot be used", address=self.address, reason=error.message)
                     self._told = error.message
                 joined = False
             failures = 1 if joined else failures + 1
             await asyncio.sleep(self._timing.backoff.wait_s(failures))
+
+    @property
+    def connected(self) -> bool:
+        """Whether a worker is there."""
+        return self.hello is not None
+
+    @property
+    def reason(self) -> str:
+        """Why the worker there is refused; empty if it is not."""
+        return self._told if self.state is LinkState.REFUSED else ""
 
     def send(self, action: SendAction) -> None:
         """Queues a command; dropped when that incarnation is no longer connected, since its legs are gone."""
@@ -131,9 +149,10 @@ class WorkerLink:
             try:
                 lost = await self._serve(hello, call)
             finally:
-                self._part("the router is stopping")
+                self.part("the router asks there no more")
             if isinstance(lost, IncompatibleError):
                 raise lost
+            self._told = ""
             _log.warning(
                 "worker lost",
                 worker=str(hello.identity),
@@ -145,32 +164,33 @@ class WorkerLink:
     async def _serve(self, hello: WorkerHello, call: Call) -> Exception:
         """Reads the stream until it breaks; returns why."""
         self._broken = asyncio.get_running_loop().create_future()
-        self.hello, self.state, self._told = hello, LinkState.READY, ""
+        self.hello, self.state = hello, LinkState.READY
         pumps: list[asyncio.Future[None]] = [
             asyncio.create_task(self._read(hello, call)),
             asyncio.create_task(_write(call, self._queue)),
         ]
-        _log.info(
-            "worker joined",
-            worker=str(hello.identity),
-            role=hello.role.value,
-            address=self.address,
-        )
         self._sink(WorkerJoined(hello=hello, address=self.address))
+        if self.hello is not None:  # it was not refused
+            _log.info(
+                "worker joined",
+                worker=str(hello.identity),
+                role=hello.role.value,
+                address=self.address,
+            )
         try:
             ends = [*pumps, self._broken]
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             error = next(iter(done)).exception()
             if not isinstance(error, BatonError | grpc.aio.AioRpcError):
                 raise AssertionError("a stream ended in no foreseen way") from error
-            self._part(_reason(error))
+            self.part(_reason(error))
             return error
         finally:
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    def _part(self, reason: str) -> None:
+    def part(self, reason: str) -> None:
         """Tells the dispatcher, once, that the worker is lost."""
         hello, self.hello, self.state = self.hello, None, LinkState.LOST
         if hello is not None:
@@ -205,18 +225,22 @@ class WorkerLink:
             call: Call = worker_pb2_grpc.WorkerStub(channel).Serve()  # type: ignore[call-arg]
             frame = await anext(aiter(call), None)
         if frame is None:
-            raise IncompatibleError("the stream ended without a greeting")
+            raise IncompatibleError("greeting: the stream ended without one")
         return _checked(frame.hello), call
 
 
 class WorkerLinks:
-    """All links, from a fixed list of addresses; the greeting tells which worker lives behind an address.
+    """All links: to the addresses that are listed, and to those that discovery names. The greeting tells which worker lives there.
 
     Args:
-        addresses: gRPC addresses of workers, with or without a worker at the moment.
+        addresses: gRPC addresses of workers that are always asked, with or without a worker at the moment.
         sink: Takes the links' events, on the event loop.
         timing: How links wait.
         credentials: Of this process.
+        clock: Monotonic.
+
+    Attributes:
+        refusals: How often a worker was refused since the start, by the field that did not fit.
     """
 
     def __init__(
@@ -226,24 +250,43 @@ class WorkerLinks:
         *,
         timing: LinkTiming | None = None,
         credentials: ClusterCredentials | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        self.links = tuple(
-            WorkerLink(address, sink, timing=timing, credentials=credentials)
-            for address in addresses
+        self._sink = sink
+        self.refusals: Counter[str] = Counter()
+        self._asked = AskedAddresses(
+            "worker",
+            addresses,
+            lambda address: WorkerLink(
+                address,
+                self._hear,
+                timing=timing,
+                credentials=credentials,
+                refusals=self.refusals,
+            ),
+            clock or MonotonicClock(),
         )
-        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def links(self) -> tuple[WorkerLink, ...]:
+        """One per address that is asked."""
+        return self._asked.all()
+
+    def sighting(self, address: str) -> Sighting | None:
+        """What discovery says of an address; None where it does not name it."""
+        return self._asked.sighting(address)
 
     def start(self) -> None:
         """Begins to connect, in the background."""
-        self._tasks = [asyncio.create_task(link.run(), name=link.address) for link in self.links]
-        for task in self._tasks:
-            task.add_done_callback(_report_death)
+        self._asked.start()
+
+    def follow(self, sightings: Collection[Sighting]) -> None:
+        """Workers may be there too: links come and go with what is sighted, but none is cut whose worker answers."""
+        self._asked.follow(sightings)
 
     async def close(self) -> None:
         """Hangs up everywhere; workers drop what this router has there."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._asked.close()
 
     def send(self, action: SendAction) -> None:
         """Queues a command for its worker."""
@@ -260,12 +303,22 @@ class WorkerLinks:
 
     def healthy(self) -> bool:
         """Whether every link is still looked after."""
-        return all(not task.done() for task in self._tasks)
+        return self._asked.healthy()
 
+    def _hear(self, heard: Heard) -> None:
+        if isinstance(heard, WorkerJoined):
+            self._leave_where_it_was(heard)
+        self._sink(heard)
 
-def _report_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.error("a link died", cause=task.exception(), address=task.get_name())
+    def _leave_where_it_was(self, joined: WorkerJoined) -> None:
+        """A worker that discovery has moved to another address is not kept at the one it had."""
+        for link in self.links:
+            if link.hello is None or link.address == joined.address:
+                continue
+            same = link.hello.identity.worker_id == joined.hello.identity.worker_id
+            if same and not self._asked.is_sighted(link.address):
+                link.part(f"it moved to {joined.address}")
+                self._asked.drop(link.address)
 
 
 async def _write(call: Call, queue: asyncio.Queue[worker_pb2.Command]) -> None:
@@ -282,16 +335,35 @@ def _checked(message: common_pb2.WorkerHello) -> WorkerHello:
     try:
         hello = hello_from_proto(message)
     except KeyError as error:
-        raise IncompatibleError(f"greeting with unknown role {error}") from error
+        raise IncompatibleError(f"role: {error} is none that is known here") from error
     if hello.protocol_version != PROTOCOL_VERSION:
         theirs = hello.protocol_version
         raise IncompatibleError(f"protocol_version: {PROTOCOL_VERSION} here, {theirs} there")
     if not hello.identity.worker_id or not hello.identity.incarnation:
-        raise IncompatibleError("greeting without identity")
+        raise IncompatibleError("greeting: it names no worker")
     fault = hello.layout.fault()
     if fault is not None:
-        raise IncompatibleError(f"greeting with an impossible layout: {fault}")
+        raise IncompatibleError(f"layout: an impossible one: {fault}")
     return hello
+
+
+_FIELDS = (
+    "cluster.secret",
+    "cluster.tls_certificate",
+    "greeting",
+    "layout",
+    "model_fingerprint",
+    "protocol",
+    "protocol_version",
+    "role",
+    "worker_id",
+)
+"""Words with which the reason of a refusal begins: values of a metric's label."""
+
+
+def _field(error: IncompatibleError) -> str:
+    field = error.message.partition(":")[0]
+    return field if field in _FIELDS else "other"
 
 
 def _reason(error: BaseException) -> str:

@@ -183,6 +183,53 @@ def test_several_pool_nodes_need_a_directory_that_they_share_and_places_of_their
     assert setting in refusal(cluster_yaml(f"pool: {pool}"))
 
 
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        ("{discovery: consul}", "cluster.discovery: must be static, dns or redis"),
+        ("{discovery: dns}", "cluster.discovery is dns, which needs cluster.worker_names"),
+        ("{discovery: dns, worker_names: [decode]}", "cluster.worker_names: must hold names such"),
+        ("{discovery: dns, worker_names: ['d:70000']}", "cluster.worker_names: must hold names"),
+        ("{discovery: dns, worker_names: [_grpc.decode]}", "cluster.worker_names: must hold names"),
+        ("{discovery: redis}", "cluster.discovery is redis, which needs cluster.redis_url"),
+        (
+            "{discovery: redis, redis_url: 'redis://r'}",
+            "cluster.discovery is redis, which needs cluster.secret",
+        ),
+        ("{worker_names: ['d:1']}", "cluster.worker_names needs cluster.discovery dns"),
+        (
+            "{discovery: dns, worker_names: ['d:1'], redis_url: 'redis://r'}",
+            "cluster.redis_url needs cluster.discovery redis: it is dns",
+        ),
+        ("{redis_prefix: ''}", "cluster.redis_prefix: must not be empty"),
+        ("{redis_timeout_s: 0}", "cluster.redis_timeout_s: must be above 0"),
+        ("{labels: {zone: [a]}}", "cluster.labels: expected"),
+    ],
+)
+def test_a_discovery_that_cannot_find_anybody_is_refused_by_its_setting(
+    cluster_yaml, cluster, said
+):
+    assert said in refusal(cluster_yaml(f"cluster: {cluster}"))
+
+
+def test_labels_are_bounded(cluster_yaml):
+    assert "cluster.labels: must hold at most 16" in refusal(
+        cluster_yaml("cluster: {labels: {zone: " + "z" * 129 + "}}")
+    )
+
+
+def test_the_url_of_a_redis_is_never_repeated_in_an_error(cluster_yaml):
+    assert "hunter2" not in refusal(cluster_yaml("cluster: {redis_url: [hunter2]}"))
+
+
+def test_with_discovery_workers_here_are_optional(cluster_yaml):
+    file = cluster_yaml(
+        "cluster: {prefill_workers: 0, decode_workers: 0, discovery: dns,"
+        " worker_names: ['d.svc:7001', _grpc._tcp.p.svc]}"
+    )
+    assert load(file).cluster.worker_names == ("d.svc:7001", "_grpc._tcp.p.svc")
+
+
 def test_workers_elsewhere_make_workers_here_optional(cluster_yaml):
     file = cluster_yaml(
         "cluster: {prefill_workers: 0, decode_workers: 0, workers: ['10.0.0.1:9000']}"

@@ -30,7 +30,7 @@ async def routed(folder: Path, workers: list[str]) -> AsyncIterator[tuple[Router
     address, server = f"unix:{folder}/router", new_server()
     control = RouterControl(
         view=parts.view,
-        links=parts.membership.links,
+        links=parts.membership,
         requests=parts.generator,
         stories=OperatorStories(parts.generator.story, parts.view, parts.clock),
         decisions=parts.decisions,

@@ -85,14 +85,21 @@ def test_the_config_map_is_taken_by_the_programs_own_loader(config_file):
 
 
 def test_routers_know_every_worker_and_no_other(config_file):
-    known = load(config_file, environment=[], flags=[]).cluster.workers
+    cluster = load(config_file, environment=[], flags=[]).cluster
     there = [
-        f"{name}-{number}.{name}.{one['metadata']['namespace']}.svc:7001"
-        for name, one in workloads().items()
+        f"{one['spec']['serviceName']}.{one['metadata']['namespace']}.svc:7001"
+        for one in workloads().values()
         if one["kind"] == "StatefulSet"
-        for number in range(one["spec"]["replicas"])
     ]
-    assert sorted(known) == sorted(there)
+    assert (cluster.discovery, cluster.workers) == ("dns", ())
+    assert sorted(cluster.worker_names) == sorted(there)
+    services = {
+        f"{one['metadata']['name']}.{one['metadata']['namespace']}.svc:7001": one["spec"]
+        for one in of_kind("Service")
+    }
+    for name in cluster.worker_names:
+        assert services[name]["clusterIP"] == "None"
+        assert services[name]["publishNotReadyAddresses"] is True
 
 
 @each(containers())

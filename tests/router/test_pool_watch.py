@@ -116,7 +116,8 @@ def world() -> World:
 
 @pytest.fixture
 async def watch(node: FakeNode, world: World) -> AsyncIterator[PoolWatch]:
-    async with watching([node.address], world.view.pools, timing=TIMING) as (one,):
+    async with watching([node.address], world.view.pools, timing=TIMING) as watches:
+        (one,) = watches.watches
         yield one
     assert len(world.view.pools) == 0
 
@@ -173,7 +174,8 @@ async def test_a_node_that_says_nothing_any_more_holds_nothing(node, world):
 
 async def test_a_node_of_another_version_is_not_used(node, world):
     node.version = PROTOCOL_VERSION + 1
-    async with watching([node.address], world.view.pools, timing=TIMING) as (one,):
+    async with watching([node.address], world.view.pools, timing=TIMING) as watches:
+        (one,) = watches.watches
         await until(lambda: node.streams > 1)
         assert one.node is None
         assert world.depth() == 0

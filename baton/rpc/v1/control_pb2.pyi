@@ -38,6 +38,26 @@ Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
 class WorkerStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     IDENTITY_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
@@ -48,6 +68,10 @@ class WorkerStatus(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     ROUTER_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     DRAINED_BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SIGHTED_BY_FIELD_NUMBER: _builtins.int
+    REGISTERED_AS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     ready: _builtins.bool
     address: _builtins.str
@@ -59,10 +83,20 @@ class WorkerStatus(_message.Message):
     """legs this router has on the worker"""
     drained_by: _builtins.str
     """who had it drained and why, as the worker says"""
+    reason: _builtins.str
+    """why the worker at this address is refused"""
+    sighted_by: _builtins.str
+    """what of discovery named the address last; empty: it is listed, or nothing names it any more"""
+    registered_as: _builtins.str
+    """what is registered there, as it says itself"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
     def load(self) -> _common_pb2.WorkerLoad: ...
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """of the registration"""
+
     def __init__(
         self,
         *,
@@ -76,10 +110,14 @@ class WorkerStatus(_message.Message):
         state: _builtins.str = ...,
         router_in_flight: _builtins.int = ...,
         drained_by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        sighted_by: _builtins.str = ...,
+        registered_as: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "drained_by", b"drained_by", "identity", b"identity", "load", b"load", "ready", b"ready", "role", b"role", "router_in_flight", b"router_in_flight", "seconds_since_progress", b"seconds_since_progress", "state", b"state", "transfers_in_flight", b"transfers_in_flight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "drained_by", b"drained_by", "identity", b"identity", "labels", b"labels", "load", b"load", "ready", b"ready", "reason", b"reason", "registered_as", b"registered_as", "role", b"role", "router_in_flight", b"router_in_flight", "seconds_since_progress", b"seconds_since_progress", "sighted_by", b"sighted_by", "state", b"state", "transfers_in_flight", b"transfers_in_flight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -93,11 +131,16 @@ class StatusReply(_message.Message):
     REQUESTS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    DISCOVERY_FAULTS_FIELD_NUMBER: _builtins.int
     requests_in_flight: _builtins.int
     version: _builtins.str
     model: _builtins.str
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    @_builtins.property
+    def discovery_faults(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what gave discovery no answer at its last look"""
+
     def __init__(
         self,
         *,
@@ -105,10 +148,11 @@ class StatusReply(_message.Message):
         requests_in_flight: _builtins.int = ...,
         version: _builtins.str = ...,
         model: _builtins.str = ...,
+        discovery_faults: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "requests_in_flight", b"requests_in_flight", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["discovery_faults", b"discovery_faults", "model", b"model", "requests_in_flight", b"requests_in_flight", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

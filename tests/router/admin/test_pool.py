@@ -60,7 +60,7 @@ async def nodes(folder, count: int) -> AsyncIterator[tuple[list[FakeNode], list[
 @contextlib.asynccontextmanager
 async def operator(addresses: list[str]) -> AsyncIterator[httpx.AsyncClient]:
     app = create_admin_app(
-        tenancy_of_keys((), ManualClock()), ("operator",), PoolAdminClient(addresses)
+        tenancy_of_keys((), ManualClock()), ("operator",), PoolAdminClient(lambda: addresses)
     )
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(

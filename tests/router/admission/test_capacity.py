@@ -30,10 +30,18 @@ class LinearPace:
         return max(0.0, worker.prefill_tokens / 1000 - now_s)
 
 
-def cluster(pace=None, **roles: Role) -> tuple[WorkerCapacity, dict[str, WorkerView]]:
+def cluster(
+    pace=None, *, local_decode: int = 0, **roles: Role
+) -> tuple[WorkerCapacity, dict[str, WorkerView]]:
     view = ClusterView(PrefixIndex())
     workers = {name: view.join(hello(name, role), name, 0.0) for name, role in roles.items()}
-    return WorkerCapacity(view, pace or UnknownSpeed(), prefill_window_tokens=4096), workers
+    capacity = WorkerCapacity(
+        view,
+        pace or UnknownSpeed(),
+        prefill_window_tokens=4096,
+        local_decode_sequences=local_decode,
+    )
+    return capacity, workers
 
 
 def test_without_any_worker_nobody_is_held_back_the_dispatcher_waits_with_them():
@@ -94,6 +102,25 @@ def test_a_decode_worker_in_which_requests_wait_for_pages_is_full():
     capacity, workers = cluster(p0=Role.PREFILL, d0=Role.DECODE)
     workers["d0"].decode_sequences = 4
     workers["d0"].load = WorkerLoad(running=1, waiting=3)
+    assert not capacity.has_room(queued("r"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "decoding", "samples", "expected"),
+    [(0, 0, 1, True), (0, 1, 1, True), (0, 2, 1, False), (0, 1, 2, False), (10, 0, 1, False)],
+)
+def test_while_decode_workers_are_full_a_prefill_worker_without_a_prompt_decodes_a_few(
+    prompt_tokens, decoding, samples, expected
+):
+    capacity, workers = cluster(local_decode=2, p0=Role.PREFILL, d0=Role.DECODE)
+    workers["d0"].decode_sequences = 10
+    workers["p0"].prefill_tokens, workers["p0"].decode_sequences = prompt_tokens, decoding
+    assert capacity.has_room(queued("r", samples=samples), 0.0) is expected
+
+
+def test_a_prefill_worker_decodes_nothing_itself_where_that_is_forbidden():
+    capacity, workers = cluster(p0=Role.PREFILL, d0=Role.DECODE)
+    workers["d0"].decode_sequences = 10
     assert not capacity.has_room(queued("r"), 0.0)
 
 

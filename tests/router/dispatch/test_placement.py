@@ -4,6 +4,7 @@ import pytest
 
 from baton.generation import Prompt, SamplingParams
 from baton.ids import RequestId, Role
+from router.admission.capacity import MeasuredSpeed, WorkerCapacity
 from router.dispatch.placement import Placement
 from router.dispatch.request import RequestState
 from router.ports import GenerationRequest
@@ -70,3 +71,43 @@ def test_every_choice_is_counted_and_remembered(place):
     log = place.placement.log
     assert log.counts[RouteKind.HYBRID] == 1
     assert log.explain(RequestId("r")) is not None
+
+
+@pytest.mark.parametrize("policy", ["predictive", "prefix_affinity"])
+def test_while_all_decode_workers_are_full_a_prefill_worker_without_a_prompt_keeps_the_request(
+    policy,
+):
+    index = PrefixIndex()
+    view = ClusterView(index)
+    roles = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
+    workers = {n: view.join(hello(n, role), f"unix:{n}", 0.0) for n, role in roles.items()}
+    capacity = WorkerCapacity(
+        view, MeasuredSpeed(), prefill_window_tokens=4096, local_decode_sequences=2
+    )
+    placement = Placement(
+        view=view,
+        index=index,
+        policy=policy_named(policy),
+        secret=b"s" * 32,
+        rng=Random(0),
+        capacity=capacity,
+    )
+    prompt = Prompt(prompt_tokens=tuple(range(100)), sampling=SamplingParams())
+    job = RequestState(
+        GenerationRequest(request_id=RequestId("r"), prompt=prompt, timeout_s=9.0), 0.0
+    )
+
+    def chosen() -> tuple[str, str, RouteKind]:
+        pair = placement.choose(job, prompt, frozenset(), 0.0)
+        assert isinstance(pair, Pair)
+        return pair.prefill.identity.worker_id, pair.decode.identity.worker_id, pair.kind
+
+    workers["d0"].legs, workers["d0"].decode_sequences = 10, 10
+    assert chosen()[1] == "d1", "one has room"
+    workers["d1"].legs, workers["d1"].decode_sequences = 10, 10
+    workers["p1"].legs, workers["p1"].decode_sequences = 1, 1
+    assert chosen() == ("p0", "p0", RouteKind.ON_PREFILL)
+    workers["p0"].prefills, workers["p0"].prefill_tokens = 1, 50
+    assert chosen() == ("p1", "p1", RouteKind.ON_PREFILL)
+    workers["p1"].decode_sequences = 2
+    assert chosen()[1] in ("d0", "d1"), "a request that was admitted continues on any"

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from baton.backoff import Backoff
+from baton.clock import ManualClock
+from baton.errors import IncompatibleError
 from baton.generation import Prompt, SamplingParams
 from baton.ids import LegId, LegKind, RequestId, Role
-from router.dispatch.actions import SendCancel, SendLeg
+from router.discovery.ports import Sighting
+from router.dispatch.actions import RefuseWorker, SendCancel, SendLeg
 from router.dispatch.events import (
     DecodeTokens,
     HandedOff,
@@ -19,7 +22,7 @@ from router.dispatch.events import (
     WorkerJoined,
     WorkerLost,
 )
-from router.workers.links import LinkState, LinkTiming, WorkerLink
+from router.workers.links import LinkState, LinkTiming, WorkerLink, WorkerLinks
 from tests.kv_transfer.permits import permit
 from tests.router.grpc_workers import FakeWorker, running
 from tests.router.known_workers import drawn
@@ -193,3 +196,82 @@ async def _first(events, kind):
         event = await soon(events.get())
         if isinstance(event, kind):
             return event
+
+
+@asynccontextmanager
+async def following(sink=None):
+    """Links to what a test says was sighted, and the queue of their events."""
+    events: asyncio.Queue[Any] = asyncio.Queue()
+    clock = ManualClock()
+    links = WorkerLinks([], sink or events.put_nowait, timing=FAST, clock=clock)
+    links.start()
+    try:
+        yield links, events, clock
+    finally:
+        await links.close()
+
+
+def sighted(*workers) -> list[Sighting]:
+    return [Sighting(address=worker.address, source="test") for worker in workers]
+
+
+async def test_a_worker_that_is_sighted_joins_and_its_sighting_is_known(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, following() as (links, events, _):
+        assert links.links == ()
+        links.follow(sighted(workers["w"]))
+        assert isinstance(await soon(events.get()), WorkerJoined)
+        assert links.sighting(workers["w"].address) == sighted(workers["w"])[0]
+        assert links.healthy()
+
+
+async def test_a_worker_that_answers_stays_although_nothing_names_it_any_more(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, following() as (links, events, clock):
+        links.follow(sighted(workers["w"]))
+        await soon(events.get())
+        clock.advance(1000.0)
+        links.follow([])
+        assert [link.state for link in links.links] == [LinkState.READY]
+        await workers["w"].kill()
+        assert isinstance(await soon(events.get()), WorkerLost)
+        clock.advance(1000.0)
+        links.follow([])
+        assert links.links == ()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_worker_that_moved_is_left_where_it_was_and_joins_where_it_is(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, following() as (links, events, _):
+        here = workers["w"]
+        there = FakeWorker("w", Role.HYBRID, tmp_path / "there", {})
+        there.directory.mkdir()
+        await there.start()  # the same start of it, reached by another way
+        links.follow(sighted(here))
+        before = await soon(events.get())
+        links.follow(sighted(there))
+        lost, joined = await soon(events.get()), await soon(events.get())
+        assert isinstance(lost, WorkerLost)
+        assert lost.worker == before.hello.identity
+        assert (joined.hello.identity, joined.address) == (lost.worker, there.address)
+        assert [link.address for link in links.links] == [there.address]
+        await there.kill()
+
+
+async def test_a_worker_that_is_refused_is_told_of_once_and_counted_each_time(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="router.workers.links")
+    async with running(tmp_path, w=Role.HYBRID) as workers:
+        error = IncompatibleError("model_fingerprint: w holds model b, v holds a")
+
+        def refuse(event: Any) -> None:
+            if isinstance(event, WorkerJoined):
+                links.refuse(RefuseWorker(address=event.address, error=error))
+
+        async with following(refuse) as (links, _, _):
+            links.follow(sighted(workers["w"]))
+            async with asyncio.timeout(WAIT_S):
+                while links.refusals["model_fingerprint"] < 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)  # a count has no event to wait for
+            (link,) = links.links
+            assert link.reason == error.message
+        told = [record.message for record in caplog.records]
+        assert told.count("worker cannot be used") == 1
+        assert "worker joined" not in told

@@ -1,0 +1,189 @@
+"""The registrations of a cluster's processes in Redis: what a worker or a pool node says of itself, and for how long it holds.
+
+Redis is a hint: a registration tells where to ask, and what answers there tells what it is. Each is sealed with the cluster's secret
+(`baton.seal`), bound to the scope, to the process and to its time; what is not is refused, counted and removed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from baton.errors import UnavailableError
+from baton.ids import Incarnation, WorkerId, WorkerIdentity
+from baton.redis_link import asked
+from baton.seal import Seal, SealError
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+MOST_REGISTRATIONS = 4096
+MAX_NAME_BYTES, MAX_SEALED_BYTES = 320, 8192
+MAX_LABELS, MAX_LABEL_CHARS = 16, 128
+
+ProcessKind = Literal["worker", "pool"]
+
+_Text = Annotated[str, Meta(max_length=256)]
+_Label = Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """One process, as it says itself.
+
+    Attributes:
+        kind: What answers at `address`.
+        identity: Its name and this start of it.
+        address: `host:port` of its gRPC services, by which others reach it.
+        role: A worker's at the moment.
+        layout: Digest of a worker's KV layout.
+        labels: Where it stands: `zone`, `rack`, whatever the operator says.
+    """
+
+    kind: ProcessKind
+    identity: WorkerIdentity
+    address: str
+    role: str = ""
+    layout: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is sealed; a field more or less is an error. `lease_s`: for how long it holds."""
+
+    kind: ProcessKind
+    worker_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    incarnation: Annotated[str, Meta(pattern=r"^[0-9a-f]{1,16}$")]
+    address: Annotated[str, Meta(pattern=r"^[^\s:/][^\s/]*:[0-9]{1,5}$", max_length=256)]
+    role: _Text
+    layout: _Text
+    labels: Annotated[dict[_Label, _Label], Meta(max_length=MAX_LABELS)]
+    lease_s: Annotated[float, Meta(gt=0, le=3600)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """What lay in Redis.
+
+    Attributes:
+        registrations: Those whose leases have not ended.
+        faults: A few words on each that was refused; nothing of what was read stands in them.
+    """
+
+    registrations: tuple[Registration, ...]
+    faults: tuple[str, ...]
+
+
+class Registry:
+    """The registrations of one scope.
+
+    Args:
+        redis: Where they lie.
+        prefix: Begins the keys. Clusters that share a Redis need different ones.
+        secret: Of the cluster.
+        lease_s: How long a registration holds that is not renewed.
+    """
+
+    def __init__(self, redis: "Redis", *, prefix: str, secret: bytes, lease_s: float) -> None:
+        script = resources.files("baton.discovery") / "registrations.lua"
+        self._script = redis.register_script(script.read_text(encoding="utf-8"))
+        # In one slot of a Redis Cluster.
+        self._keys = [f"{{{prefix}}}:registrations", f"{{{prefix}}}:registration_leases"]
+        self._seal = Seal(secret, "registration")
+        self._prefix = prefix
+        self._lease_s = lease_s
+
+    async def register(self, registration: Registration) -> None:
+        """Takes or renews the lease of a process.
+
+        Raises:
+            UnavailableError: Redis gave no answer, or is full of registrations.
+        """
+        said = _Sealed(
+            kind=registration.kind,
+            worker_id=registration.identity.worker_id,
+            incarnation=f"{registration.identity.incarnation:x}",
+            address=registration.address,
+            role=registration.role,
+            layout=registration.layout,
+            labels=dict(registration.labels),
+            lease_s=self._lease_s,
+        )
+        name = _name(registration)
+        sealed = self._seal.close(self._sealed_name(name), msgspec.json.encode(said))
+        lease_ms = round(self._lease_s * 1000)
+        taken = await self._run("register", name, sealed, lease_ms, MOST_REGISTRATIONS)
+        if taken != 1:
+            raise UnavailableError(f"Redis holds {MOST_REGISTRATIONS} registrations already")
+
+    async def withdraw(self, registration: Registration) -> None:
+        """Gives the lease back.
+
+        Raises:
+            UnavailableError: Redis gave no answer: the lease ends by itself.
+        """
+        await self._run("withdraw", _name(registration))
+
+    async def registrations(self) -> Registered:
+        """All that hold now.
+
+        Raises:
+            UnavailableError: Redis gave no answer, or one that cannot be right.
+        """
+        malformed, *listed = _entries(await self._run("list", MAX_NAME_BYTES, MAX_SEALED_BYTES))
+        faults = ["malformed"] * malformed
+        found, foreign = list[Registration](), list[bytes]()
+        for name, sealed in zip(listed[::2], listed[1::2], strict=True):
+            try:
+                found.append(self._opened(name, sealed))
+            except ValueError as error:  # SealError, and msgspec's
+                faults.append(str(error) if isinstance(error, SealError) else "malformed")
+                foreign.append(name)
+        if foreign:
+            await self._run("withdraw", *foreign)
+        return Registered(registrations=tuple(found), faults=tuple(faults))
+
+    def _opened(self, name: bytes, sealed: bytes) -> Registration:
+        """Raises `ValueError` for what no process of the cluster wrote of late."""
+        sealed_name = self._sealed_name(name.decode())
+        opened = self._seal.open(sealed_name, sealed, MAX_SEALED_BYTES)
+        said = msgspec.json.decode(opened.content, type=_Sealed)
+        self._seal.check_age(opened, said.lease_s)
+        return Registration(
+            kind=said.kind,
+            identity=WorkerIdentity(
+                worker_id=WorkerId(said.worker_id),
+                incarnation=Incarnation(int(said.incarnation, 16)),
+            ),
+            address=said.address,
+            role=said.role,
+            layout=said.layout,
+            labels=said.labels,
+        )
+
+    def _sealed_name(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
+
+    async def _run(self, what: str, *arguments: str | bytes | int) -> object:
+        return await asked(self._script(keys=self._keys, args=[what, *arguments]))
+
+
+def _name(registration: Registration) -> str:
+    """Of the field: the starts of a process are apart, so that one which ends takes nothing from the next."""
+    return f"{registration.kind}/{registration.identity}"
+
+
+def _entries(reply: object) -> tuple[int, *tuple[bytes, ...]]:
+    """What `list` returns.
+
+    Raises:
+        UnavailableError: This is something else.
+    """
+    if isinstance(reply, list) and len(reply) % 2 and isinstance(reply[0], int):
+        listed = [entry for entry in reply[1:] if isinstance(entry, bytes)]
+        if len(listed) == len(reply) - 1:
+            return (reply[0], *listed)
+    raise UnavailableError("Redis gave no answer that can be right")
