@@ -9,7 +9,12 @@ import psutil
 import torch
 
 from baton.config.schema import EngineConfig, GrammarConfig, ModelConfig
-from baton.config.speculative import DraftModelSpeculation, Speculation, read_speculative
+from baton.config.speculative import (
+    DraftModelSpeculation,
+    Eagle3Speculation,
+    Speculation,
+    read_speculative,
+)
 from baton.errors import ConfigError
 from baton.layout import SPARE_BLOCKS, KvLayout
 from baton_engine.cache.arena import DrafterPages, KvArena, PageKernels, page_kernels
@@ -18,6 +23,7 @@ from baton_engine.compiling import check_compile, compile_glue
 from baton_engine.cuda_graphs import CudaGraphs, DecodeGraphs
 from baton_engine.device import arena_buffer, choose_device, computing_on, gpu_kind, weigh_gpu
 from baton_engine.draft_model import DraftModel
+from baton_engine.eagle3_drafter import Eagle3Drafter
 from baton_engine.host import ThreadEngineHost
 from baton_engine.kernels.cpu.product_choice import Bfloat16Product, choose_product
 from baton_engine.kernels.ports import BatchInvariant
@@ -34,9 +40,10 @@ from baton_engine.models.config import (
     quantised,
     resolve_model,
 )
-from baton_engine.models.decoder import Decoder
-from baton_engine.models.draft_spec import check_draft_length, load_draft_spec
-from baton_engine.models.loader import load_decoder
+from baton_engine.models.decoder import Decoder, HiddenObserver
+from baton_engine.models.draft_spec import check_draft_length, load_draft_spec, load_head_spec
+from baton_engine.models.eagle3 import Eagle3Spec
+from baton_engine.models.loader import load_decoder, load_eagle3
 from baton_engine.ports import (
     ArenaAllocator,
     GrammarCounts,
@@ -123,8 +130,9 @@ def build_engine(
     if config.compile:
         decoder = compile_glue(decoder)
     apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
-    graphs = _graphs(decoder, arena, limits, config)
-    drafter = _drafter(choice, arena, limits, model, config, progress, apart=apart)
+    drafter = _drafter(choice, decoder, arena, limits, model, config, progress, apart=apart)
+    observer = None if drafter is None else drafter.observer
+    graphs = _graphs(decoder, arena, limits, config, observer=observer)
     progress("reading the tokenizer", None)
     grammars = None if grammar is None else _grammar_compiler(choice, grammar)
     most_rows = None if graphs is None else _most_rows(limits, choice.speculation)
@@ -163,7 +171,31 @@ class _Choice:
     kv_dtype: torch.dtype
     layout: KvLayout
     speculation: Speculation | None
-    drafter: tuple[Path, ModelSpec] | None
+    drafter: "_DrafterChoice | None"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DrafterChoice:
+    """What guesses tokens: a model, or a head, whose one layer is then `spec`."""
+
+    path: Path
+    spec: ModelSpec
+    head: Eagle3Spec | None = None
+
+
+def _choose_drafter(
+    speculation: Speculation | None, target: ModelSpec, path: Path, quantization: str
+) -> _DrafterChoice | None:
+    match speculation:
+        case DraftModelSpeculation():
+            found, spec = load_draft_spec(speculation, target, path)
+            return _DrafterChoice(path=found, spec=quantised(spec, quantization))
+        case Eagle3Speculation():
+            found, head = load_head_spec(speculation, target)
+            spec = quantised(head.layer, quantization)
+            return _DrafterChoice(path=found, spec=spec, head=head)
+        case _:
+            return None
 
 
 def _load(
@@ -189,6 +221,7 @@ def _load(
 
 def _drafter(
     choice: _Choice,
+    target: Decoder,
     arena: KvArena,
     limits: EngineLimits,
     model: ModelConfig,
@@ -196,12 +229,28 @@ def _drafter(
     progress: Progress,
     *,
     apart: bool,
-) -> DraftModel | None:
-    """The second model, where there is to be one."""
+) -> DraftModel | Eagle3Drafter | None:
+    """What guesses tokens by weights of its own, where there is to be such."""
     if choice.drafter is None:
         return None
-    path, spec = choice.drafter
+    path, spec = choice.drafter.path, choice.drafter.spec
     progress("loading the draft model", None)
+    if choice.drafter.head is not None:
+        head = load_eagle3(
+            path,
+            choice.drafter.head,
+            target,
+            quantization=model.quantization,
+            fixed_rows=config.deterministic,
+            product=choice.product,
+        )
+        return Eagle3Drafter(
+            head,
+            arena,
+            num_model_layers=choice.spec.num_layers,
+            eos_token_ids=choice.spec.eos_token_ids,
+            one_by_one=apart,
+        )
     decoder = _load(path, spec, choice, model, config, progress)
     pages = DrafterPages(
         arena,
@@ -215,7 +264,7 @@ def _drafter(
         arena,
         pages,
         eos_token_ids=choice.spec.eos_token_ids,
-        graphs=_graphs(decoder, arena, limits, config, pages),
+        graphs=_graphs(decoder, arena, limits, config, pages=pages),
         one_by_one=apart,
     )
 
@@ -238,12 +287,15 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
         check_deterministic(device, dtype)
         spec = pinned(spec, gpu_kind(device) or product)
     speculation = read_speculative(config.speculative_config)
-    drafter = None
-    if isinstance(speculation, DraftModelSpeculation):
-        draft_path, draft_spec = load_draft_spec(speculation, spec, path)
-        drafter = draft_path, quantised(draft_spec, model.quantization)
+    drafter = _choose_drafter(speculation, spec, path, model.quantization)
     widened = is_widened(spec, model.dtype, dtype)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device, widened=widened)
+    head = None if drafter is None else drafter.head
+    if head is not None and kv_dtype.itemsize == 1:
+        raise ConfigError(
+            "kv_cache_dtype: the hidden states that an EAGLE-3 head reads need pages of 16 or 32 bits",
+            param="engine.kv_cache_dtype",
+        )
     return _Choice(
         path=path,
         device=device,
@@ -252,7 +304,11 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
         product=product,
         kv_dtype=kv_dtype,
         layout=kv_layout(
-            spec, kv_dtype, config.block_size or _block_tokens(device), drafter and drafter[1]
+            spec,
+            kv_dtype,
+            config.block_size or _block_tokens(device),
+            None if drafter is None else drafter.spec,
+            drafter_reads=0 if head is None else head.layer.hidden_size,
         ),
         speculation=speculation,
         drafter=drafter,
@@ -297,7 +353,9 @@ def _graphs(
     arena: KvArena,
     limits: EngineLimits,
     config: EngineConfig,
+    *,
     pages: DrafterPages | None = None,
+    observer: HiddenObserver | None = None,
 ) -> DecodeGraphs | None:
     """None where kernels cannot be captured: on a CPU, and where torch serves for them."""
     asks_host = isinstance(decoder.kernels, ReferenceKernels)
@@ -311,6 +369,7 @@ def _graphs(
             table_width=limits.num_blocks_for(limits.max_model_len),
             backend=CudaGraphs(),
             pages=pages,
+            observer=observer,
         )
 
 
@@ -329,7 +388,7 @@ def _affordable(choice: _Choice, config: EngineConfig, sharers: int) -> int:
     """Bytes that pages may take unasked."""
     if choice.device.type == "cpu":
         return affordable_on_cpu(config, psutil.virtual_memory().available)
-    paths = [choice.path] if choice.drafter is None else [choice.path, choice.drafter[0]]
+    paths = [choice.path] if choice.drafter is None else [choice.path, choice.drafter.path]
     num_weights = sum(read_checkpoint(path).num_elements for path in paths)
     return affordable_on_gpu(
         config,
@@ -350,8 +409,8 @@ def _limits(
             param="model.max_model_len",
         )
     max_model_len = model.max_model_len or longest
-    if choice.drafter is not None:
-        check_draft_length(choice.drafter[1], max_model_len)
+    if choice.drafter is not None and choice.drafter.head is None:
+        check_draft_length(choice.drafter.spec, max_model_len)
     demand = ArenaDemand(
         layout=layout,
         max_model_len=max_model_len,

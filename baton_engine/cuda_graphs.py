@@ -18,7 +18,7 @@ import torch
 from baton_engine.cache.arena import DrafterPages, KvArena
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.splits import Splits
-from baton_engine.models.decoder import Decoder, DecoderInput
+from baton_engine.models.decoder import Decoder, DecoderInput, HiddenObserver
 from baton_engine.models.inputs import InputBuilder, Unseen
 from baton_engine.scheduling.plan import Row, StepPlan
 
@@ -67,6 +67,7 @@ class DecodeGraphs:
     Args:
         model: Its kernels ask nothing of the host, and cut the contexts of decodes (`KernelSet.split_rule`).
         arena: The pages; captured by address.
+        observer: Reads hidden states in each step; None for none.
         pages: Of `arena`, which the model computes with; None for all of it.
         most_rows: Steps of more rows are not taken.
         table_width: Pages of the longest sequence.
@@ -82,8 +83,10 @@ class DecodeGraphs:
         table_width: int,
         backend: GraphBackend,
         pages: DrafterPages | None = None,
+        observer: HiddenObserver | None = None,
     ) -> None:
         self._model = model
+        self._observer = observer
         self._pages = arena if pages is None else pages
         self._table_width = table_width
         self._rule = model.kernels.split_rule(model.spec.num_kv_heads)
@@ -131,7 +134,9 @@ class DecodeGraphs:
         inputs = self._static(size)
 
         def work() -> Scored:
-            logits = self._model.forward(inputs, self._pages, out=self._logits[:size])
+            logits = self._model.forward(
+                inputs, self._pages, observer=self._observer, out=self._logits[:size]
+            )
             return Scored(logits=logits, greedy=self._model.greedy(logits))
 
         return _Bucket(inputs=inputs, repeat=backend.capture(work))

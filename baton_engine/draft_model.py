@@ -10,7 +10,7 @@ hold likely they then draw alike, so that as many drafts as can be are accepted.
     pass 3                8   ->   2          3 drafts: 30 8 2; its KV of the first two is in the pages
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,7 @@ from baton.errors import EngineError
 from baton_engine.cache.arena import DrafterPages, KvArena
 from baton_engine.cuda_graphs import DecodeGraphs
 from baton_engine.device import computing_on
-from baton_engine.models.decoder import Decoder, LayerHooks
+from baton_engine.models.decoder import Decoder, HiddenObserver, LayerHooks
 from baton_engine.models.inputs import InputBuilder
 from baton_engine.sampling.draws import choose_draw
 from baton_engine.sampling.sampler import Draws, Sampler
@@ -49,6 +49,7 @@ class DraftModel:
         graphs: DecodeGraphs | None = None,
         one_by_one: bool = False,
     ) -> None:
+        self.observer: HiddenObserver | None = None
         self._model = model
         self._pages = pages
         self._graphs = graphs
@@ -64,12 +65,7 @@ class DraftModel:
         self._sampler = Sampler(eos_token_ids, model.device, choose_draw(model.device))
 
     def compute_prompts(self, rows: Sequence[Row], hooks: LayerHooks | None) -> None:
-        """Computes the KV of prompts, of the same tokens as the model in the same step.
-
-        Args:
-            rows: Of the step; those that decode are left out.
-            hooks: Called around the layers of the arena.
-        """
+        """See PromptDrafter."""
         prompts = [
             replace(row, samples=(), num_scored=0)
             for row in rows
@@ -85,26 +81,8 @@ class DraftModel:
     @torch.inference_mode()
     def draft(self, plan: DraftPlan) -> list[list[int]]:
         """See Drafter."""
-        drawn: list[list[int]] = [[] for _ in plan.rows]
-        # Decodes stand first in a step.
-        places = sorted(range(len(plan.rows)), key=lambda place: plan.rows[place].num_tokens)
-        rows = [_first_row(plan.rows[place]) for place in places]
-        try:
-            with computing_on(self._model.device):
-                while rows:
-                    going_on: list[tuple[int, Row]] = []
-                    drawing = [(p, r) for p, r in zip(places, rows, strict=True) if r.samples]
-                    for (place, row), token in zip(drawing, self._draw(rows), strict=True):
-                        if token == NO_TOKEN:
-                            continue
-                        drawn[place].append(token)
-                        is_end = token in row.seq.request.stop_ids
-                        if not is_end and len(drawn[place]) < plan.rows[place].count:
-                            going_on.append((place, _next_row(row, token)))
-                    places, rows = [p for p, _ in going_on], [r for _, r in going_on]
-        except (RuntimeError, IndexError, ValueError) as error:
-            raise EngineError(f"no drafts could be computed: {error}") from error
-        return drawn
+        with computing_on(self._model.device):
+            return draw_drafts(plan, self._draw)
 
     def _draw(self, rows: list[Row]) -> list[int]:
         """One token behind each of the rows that draw."""
@@ -118,6 +96,34 @@ class DraftModel:
             if drawing:
                 draws = self._sampler.sample(self._model.head(hidden), drawing)
         return [] if draws is None else draws.read()[0]
+
+
+def draw_drafts(plan: DraftPlan, draw: Callable[[list[Row]], list[int]]) -> list[list[int]]:
+    """What a `Drafter` draws for `plan`, pass by pass.
+
+    Args:
+        plan: What is wanted.
+        draw: Computes rows, and draws one token behind each of them that has samples.
+    """
+    drawn: list[list[int]] = [[] for _ in plan.rows]
+    # Decodes stand first in a step.
+    places = sorted(range(len(plan.rows)), key=lambda place: plan.rows[place].num_tokens)
+    rows = [_first_row(plan.rows[place]) for place in places]
+    try:
+        while rows:
+            going_on: list[tuple[int, Row]] = []
+            drawing = [(p, row) for p, row in zip(places, rows, strict=True) if row.samples]
+            for (place, row), token in zip(drawing, draw(rows), strict=True):
+                if token == NO_TOKEN:
+                    continue
+                drawn[place].append(token)
+                is_end = token in row.seq.request.stop_ids
+                if not is_end and len(drawn[place]) < plan.rows[place].count:
+                    going_on.append((place, _next_row(row, token)))
+            places, rows = [p for p, _ in going_on], [r for _, r in going_on]
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise EngineError(f"no drafts could be computed: {error}") from error
+    return drawn
 
 
 def _first_row(asked: DraftRow) -> Row:

@@ -1,8 +1,9 @@
 """Computes the steps that the scheduler plans: copies, layers, sampling. One per rank, on the engine loop's thread."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 
@@ -12,9 +13,8 @@ from baton.pages import FetchOutcome
 from baton_engine.cache.arena import KvArena
 from baton_engine.cuda_graphs import DecodeGraphs
 from baton_engine.device import computing_on, layer_marker, wait_for
-from baton_engine.draft_model import DraftModel
 from baton_engine.layer_hooks import KvLayerHooks
-from baton_engine.models.decoder import Decoder
+from baton_engine.models.decoder import Decoder, HiddenObserver, LayerHooks
 from baton_engine.models.inputs import InputBuilder, Unseen
 from baton_engine.ports import KvSource, LayerSink
 from baton_engine.sampling.draws import choose_draw
@@ -23,6 +23,22 @@ from baton_engine.sampling.sampler import Draws, Sampler
 from baton_engine.scheduling.plan import NO_TOKEN, Launched, Row, StepPlan, StepResult
 
 _NOT_FINITE = "the model's scores are not finite, no token can be drawn from them"
+
+
+class PromptDrafter(Protocol):
+    """A drafter (`Drafter`), as far as it computes with the model's steps."""
+
+    @property
+    def observer(self) -> HiddenObserver | None:
+        """Reads the model's hidden states in each step; None where it needs none."""
+
+    def compute_prompts(self, rows: Sequence[Row], hooks: LayerHooks | None) -> None:
+        """Computes its KV of prompts, of the same tokens as the model in the same step.
+
+        Args:
+            rows: Of the step; those that decode are left out.
+            hooks: Called around the layers of the arena.
+        """
 
 
 class ModelRunner:
@@ -44,7 +60,7 @@ class ModelRunner:
         sink: LayerSink | None = None,
         graphs: DecodeGraphs | None = None,
         *,
-        drafter: DraftModel | None = None,
+        drafter: PromptDrafter | None = None,
         one_by_one: bool = False,
     ) -> None:
         self._model = model
@@ -118,7 +134,8 @@ class ModelRunner:
         step = self._inputs.build(plan.rows, unseen=unseen)
         hooks = KvLayerHooks(plan, self._source, self._sink, self._mark)
         with hooks:
-            hidden = self._model.hidden(step, self._arena, hooks.between_layers)
+            observer = None if self._drafter is None else self._drafter.observer
+            hidden = self._model.hidden(step, self._arena, hooks.between_layers, observer)
             if self._drafter is not None:
                 self._drafter.compute_prompts(plan.rows, hooks.between_layers)
         return hidden, hooks.outcome

@@ -427,6 +427,14 @@ class _Control(control_pb2_grpc.ControlServicer):
         """What happened here to the legs of a request, or to a block."""
         return self._server.story_of(request.request_id)
 
+    async def HoldPlanner(  # noqa: N802
+        self,
+        request: pb.HoldPlannerRequest,  # noqa: ARG002
+        context: grpc.aio.ServicerContext[pb.HoldPlannerRequest, pb.HoldPlannerReply],
+    ) -> pb.HoldPlannerReply:
+        """Refused: only routers plan."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a worker plans nothing: ask a router")
+
     async def Explain(  # noqa: N802
         self,
         request: pb.ExplainRequest,  # noqa: ARG002

@@ -2,13 +2,15 @@
 
 Ten clients stream from one server at a time, and a fault comes while all of them decode:
 
-engine_killed     kill -9 of the process that computes
+engine_killed     kill -9 of the process that computes; of a pair, of the one that decodes
+prefill_killed    kill -9 of the one that computes prompts, of a pair only
 engine_stopped    SIGSTOP of it, for `--stopped` seconds, then SIGCONT
 server_killed     kill -9 of the process that speaks HTTP
 clients_leave     five of the ten clients close their connections
 
-Both sides run the same model under the same faults: `vllm` (hybrid, as `vllm serve` starts it, but for `--enforce-eager`) and `baton` (one
-hybrid worker). Figures are numbers of streams, of the ten or of the five that stayed: `SERVER_FAULT_completed`, `_errors` (the stream
+All run the same model under the same faults: `vllm` (hybrid, as `vllm serve` starts it, but for `--enforce-eager`), `vllm_nixl_pd` (vLLM's own
+prefill and decode server), `baton` (one hybrid worker), `baton_vllm` (the same with vLLM as its engine) and `baton_vllm_pd` (a prefill and a
+decode worker with vLLM); the last two run in vLLM's environment, too. Figures are numbers of streams, of the ten or of the five that stayed: `SERVER_FAULT_completed`, `_errors` (the stream
 said so), `_broken` (the connection ended before the stream) and `_open` (not at its end `--patience` seconds after the fault); of
 `engine_stopped` also `_open_at_continue`, and `_went_on`, which got tokens after SIGCONT. And seconds after the fault: `_known_s`, until the
 last of the failed streams had failed; `_served_s`, until a new request was answered, absent if none was. A server that does not
@@ -35,17 +37,32 @@ import psutil
 from bench.harness.report import Report
 from bench.harness.server import serving
 from bench.harness.shapes import SHAPES, write_model
-from bench.peers.servers import vllm
+from bench.peers.servers import vllm, vllm_nixl_pair
 
 _CLIENTS = 10
 _LEAVING = 5
 _BEGUN_TOKENS = 5
 """A stream decodes once it has so many."""
-_FAULTS = ("engine_killed", "engine_stopped", "server_killed", "clients_leave")
-_SERVERS = ("vllm", "baton")
-_ENGINES = {"vllm": "VLLM::Worker", "baton": "baton_cluster.roles hybrid"}
-_HTTP = {"vllm": "api_?server", "baton": "baton_cluster.roles router"}
-"""By what in their command lines each server's processes are known (patterns, in any case)."""
+_FAULTS = ("engine_killed", "prefill_killed", "engine_stopped", "server_killed", "clients_leave")
+_OURS = {
+    "baton": ("--hybrid-workers", "1"),
+    "baton_vllm": ("--engine", "vllm", "--hybrid-workers", "1"),
+    "baton_vllm_pd": ("--engine", "vllm", "--prefill-workers", "1", "--decode-workers", "1"),
+}
+_SERVERS = ("vllm", "vllm_nixl_pd", *_OURS)
+_ROUTER = "baton_cluster.roles router"
+_ENGINES = {
+    "vllm": "VLLM::Worker",
+    "vllm_nixl_pd": "VLLM::Worker",
+    "baton": "baton_cluster.roles hybrid",
+    "baton_vllm": "baton_cluster.roles hybrid",
+    "baton_vllm_pd": "baton_cluster.roles decode",
+}
+_PREFILLS = {"vllm_nixl_pd": "VLLM::Worker", "baton_vllm_pd": "baton_cluster.roles prefill"}
+_HTTP = {"vllm": "api_?server", "vllm_nixl_pd": "nixl_proxy", **dict.fromkeys(_OURS, _ROUTER)}
+"""By what in their command lines each server's processes are known (patterns, in any case). Of vLLM's own pair the one that prefills was
+started first.
+"""
 
 
 @dataclass(slots=True)
@@ -106,6 +123,8 @@ def main() -> None:
         write_model(SHAPES["llama116m"], Path(directory))
         for name in arguments.only:
             for fault in arguments.faults:
+                if fault == "prefill_killed" and name not in _PREFILLS:
+                    continue
                 try:
                     figures = _under_fault(name, fault, directory, arguments)
                 except RuntimeError as error:
@@ -128,10 +147,17 @@ def _under_fault(
 def _started(name: str, model: str, vllm_python: str) -> Iterator[str]:
     """One server of its own for each fault, since some do not survive it."""
     if name == "baton":
-        with serving(model, "--hybrid-workers", "1") as url:
+        with serving(model, *_OURS[name]) as url:
             yield url
+    elif name in _OURS:
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write("engine: {vllm: {enforce_eager: true}}\n")
+            file.flush()
+            with serving(model, "-f", file.name, *_OURS[name], python=vllm_python) as url:
+                yield url
     else:
-        with vllm(vllm_python, model, "bfloat16", "--enforce-eager") as url:
+        start = vllm if name == "vllm" else vllm_nixl_pair
+        with start(vllm_python, model, "bfloat16", "--enforce-eager") as url:
             yield url
 
 
@@ -155,13 +181,13 @@ async def _measure(
                 task.cancel()
             watched, running = streams[_LEAVING:], running[_LEAVING:]
         case "engine_stopped":
-            stopped = _process(_ENGINES[name])
+            stopped = _process(name, fault)
             stopped.send_signal(signal.SIGSTOP)
             await asyncio.sleep(arguments.stopped)
             at_continue = [(stream.end, stream.tokens) for stream in streams]
             stopped.send_signal(signal.SIGCONT)
         case _:
-            _process(_ENGINES[name] if fault == "engine_killed" else _HTTP[name]).kill()
+            _process(name, fault).kill()
     served = asyncio.create_task(_served_s(url, began_s, arguments.patience))
     left_s = began_s + arguments.patience - time.monotonic()
     await asyncio.wait(running, timeout=max(0.0, left_s))
@@ -196,20 +222,22 @@ async def _served_s(url: str, began_s: float, patience_s: float) -> float | None
     return None
 
 
-def _process(mark: str) -> psutil.Process:
-    """The one of the server's processes whose command line has what `mark` describes.
+def _process(name: str, fault: str) -> psutil.Process:
+    """Whose turn it is at `fault`.
 
     Raises:
-        RuntimeError: There is none, or there are several.
+        RuntimeError: There are not as many such processes as this server has.
     """
+    marks = {"server_killed": _HTTP, "prefill_killed": _PREFILLS}.get(fault, _ENGINES)
     found = [
         process
         for process in psutil.Process().children(recursive=True)
-        if re.search(mark, " ".join(process.cmdline()), re.IGNORECASE)
+        if re.search(marks[name], " ".join(process.cmdline()), re.IGNORECASE)
     ]
-    if len(found) != 1:
-        raise RuntimeError(f"{len(found)} processes with {mark!r}")
-    return found[0]
+    if len(found) != (2 if name == "vllm_nixl_pd" and marks is not _HTTP else 1):
+        raise RuntimeError(f"{len(found)} processes with {marks[name]!r}")
+    found.sort(key=lambda process: process.create_time())
+    return found[0] if fault == "prefill_killed" else found[-1]
 
 
 def _arguments() -> argparse.Namespace:
@@ -220,7 +248,7 @@ def _arguments() -> argparse.Namespace:
         "--only", choices=_SERVERS, nargs="+", default=list(_SERVERS), help="servers that take part"
     )
     add("--faults", choices=_FAULTS, nargs="+", default=list(_FAULTS))
-    add("--vllm-python", default="", help="python of vLLM's environment")
+    add("--vllm-python", default="", help="python of an environment with vLLM, NIXL and Baton")
     add("--tokens", type=int, default=400, help="of each stream")
     add("--patience", type=float, default=60.0, help="seconds after the fault that a client waits")
     add("--stopped", type=float, default=20.0, help="seconds that a stopped process stands still")

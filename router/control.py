@@ -43,6 +43,16 @@ class RequestDrain(Protocol):
         """Takes no new ones and waits for those that are there; whether all ended in time."""
 
 
+class Planner(Protocol):
+    """Changes workers' roles by itself."""
+
+    def pin(self, worker: WorkerIdentity) -> None:
+        """An operator decides on its role: it is left alone for a while."""
+
+    def hold(self, held: bool, *, by: str) -> str:
+        """Changes no roles from now on, or goes on; why it cannot be told so, or nothing."""
+
+
 class RouterControl(pb_grpc.ControlServicer):
     """Answers operators about one router.
 
@@ -57,7 +67,7 @@ class RouterControl(pb_grpc.ControlServicer):
         clock: Monotonic; the view's.
         version: Of Baton.
         model: Name of the served model.
-        role_given: Told of a worker whose role an operator decides on.
+        planner: Changes roles by itself; None where roles stay what they are.
     """
 
     def __init__(
@@ -73,7 +83,7 @@ class RouterControl(pb_grpc.ControlServicer):
         clock: Clock,
         version: str,
         model: str,
-        role_given: Callable[[WorkerIdentity], None] | None = None,
+        planner: Planner | None = None,
     ) -> None:
         self._view = view
         self._links = links
@@ -85,7 +95,7 @@ class RouterControl(pb_grpc.ControlServicer):
         self._clock = clock
         self._version = version
         self._model = model
-        self._role_given = role_given
+        self._planner = planner
 
     async def Status(  # noqa: N802  # the stub's name
         self,
@@ -199,11 +209,24 @@ class RouterControl(pb_grpc.ControlServicer):
             by=by,
             force=request.force,
         )
-        if self._role_given is not None:
-            self._role_given(worker.identity)
+        if self._planner is not None:
+            self._planner.pin(worker.identity)
         asked = pb.SetRoleRequest(role=request.role, timeout_s=request.timeout_s, by=by)
         wait_s = request.timeout_s + _WORKER_WAIT_S
         return await self._ask(worker, context, lambda stub: stub.SetRole(asked, timeout=wait_s))
+
+    async def HoldPlanner(  # noqa: N802
+        self,
+        request: pb.HoldPlannerRequest,
+        context: grpc.aio.ServicerContext[pb.HoldPlannerRequest, pb.HoldPlannerReply],
+    ) -> pb.HoldPlannerReply:
+        """Has the planner stand by, or go on."""
+        refusal = "roles.planner is off"
+        if self._planner is not None:
+            refusal = self._planner.hold(request.held, by=asker(context, request.by))
+        if refusal:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+        return pb.HoldPlannerReply()
 
     async def Explain(  # noqa: N802
         self,

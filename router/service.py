@@ -480,7 +480,7 @@ async def _control(
         clock=parts.clock,
         version=version(),
         model=_names(config)[0],
-        role_given=None if roles is None else roles.pin,
+        planner=roles,
     )
     control_pb2_grpc.add_ControlServicer_to_server(control, rpc)
     bind(rpc, address, credentials)

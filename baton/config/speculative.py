@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 
-_OTHER_METHODS = ("suffix", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
+_OTHER_METHODS = ("suffix", "eagle", "medusa", "mlp_speculator", "mtp")
 """Of vLLM's, which this engine has not got."""
 
 _FIELDS = {
     "ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("method", "num_speculative_tokens", "model", "revision"),
+    "eagle3": ("method", "num_speculative_tokens", "model", "revision"),
 }
 METHODS = tuple(_FIELDS)
 _PATH = "engine.speculative_config"
@@ -51,7 +52,22 @@ class DraftModelSpeculation:
     revision: str | None = None
 
 
-Speculation = NgramSpeculation | DraftModelSpeculation
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Speculation:
+    """Drafts are drawn by one layer that reads the model's hidden states (EAGLE-3, Li et al. 2025).
+
+    Attributes:
+        num_speculative_tokens: The most drafts of a sequence in a step.
+        model: A directory, or an id of the Hugging Face hub, of vLLM's and SGLang's format.
+        revision: Of the hub's model; None for its main one.
+    """
+
+    num_speculative_tokens: int
+    model: str
+    revision: str | None = None
+
+
+Speculation = NgramSpeculation | DraftModelSpeculation | Eagle3Speculation
 
 
 def read_speculative(config: Mapping[str, object]) -> Speculation | None:
@@ -66,7 +82,7 @@ def read_speculative(config: Mapping[str, object]) -> Speculation | None:
     if method in _OTHER_METHODS:
         raise _refused("method", f"{method} is not built, only {', '.join(METHODS)}")
     if not isinstance(method, str) or method not in METHODS:
-        raise _refused("method", f"must be {' or '.join(METHODS)}")
+        raise _refused("method", f"must be one of {', '.join(METHODS)}")
     for name in config:
         if name not in _FIELDS[method]:
             raise _refused(name, f"is no setting of the method {method}")
@@ -78,9 +94,9 @@ def read_speculative(config: Mapping[str, object]) -> Speculation | None:
     model = _text(config, "model")
     if not model:
         raise _refused("model", "must be given")
-    return DraftModelSpeculation(
-        num_speculative_tokens=num_drafts, model=model, revision=_text(config, "revision")
-    )
+    revision = _text(config, "revision")
+    kind = Eagle3Speculation if method == "eagle3" else DraftModelSpeculation
+    return kind(num_speculative_tokens=num_drafts, model=model, revision=revision)
 
 
 def _ngram(config: Mapping[str, object], num_drafts: int) -> NgramSpeculation:

@@ -21,6 +21,7 @@ from baton_cluster.cli import (  # noqa: E402
     doctor,
     drain,
     explain,
+    planner,
     pool,
     role,
     run_role,
@@ -47,6 +48,10 @@ COMMANDS: Mapping[str, tuple[Subcommand, str]] = {
     "chat": (chat, "talk to any server that speaks OpenAI's API"),
     "status": (status, "show the workers of a running cluster"),
     "role": (role, "change what a worker of a running cluster takes: prefill, decode, or both"),
+    "planner": (
+        planner,
+        "have the roles of a running cluster stay what they are, or follow the load",
+    ),
     "drain": (
         drain,
         "have a worker of a running cluster take nothing new, and wait until it is empty",

@@ -126,6 +126,44 @@ class DrafterPages:
         return self._layers[index]
 
 
+class HiddenPages:
+    """A vector per token in layers of an arena: what a drafter reads of the model stands where the token's KV stands, and goes where that goes.
+
+    Args:
+        arena: All pages; its last one is nobody's where places are negative.
+        first_layer: The first of those that hold the vectors, one part after the other.
+        width: Elements of a vector.
+    """
+
+    def __init__(self, arena: KvArena, *, first_layer: int, width: int) -> None:
+        self._block_tokens = arena.layout.block_tokens
+        self._nowhere = (arena.num_blocks - 1) * self._block_tokens
+        per_layer = token_elements(arena.layout)
+        self._width = width
+        self._layers = [
+            arena.layer(first_layer + index).view(-1, per_layer)[:, : width - begin]
+            for index, begin in enumerate(range(0, width, per_layer))
+        ]
+
+    def write(self, slots: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Puts `vectors` `[num_tokens, width]` to `slots` `[num_tokens]` int64, as `PagedBatch` has them."""
+        places = slots.where(slots >= 0, self._nowhere)
+        begin = 0
+        for layer in self._layers:
+            end = begin + layer.shape[1]
+            layer.index_copy_(0, places, vectors[:, begin:end].to(layer.dtype))
+            begin = end
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """The vectors of `slots`, `[num_tokens, width]`, in the dtype of pages."""
+        return torch.cat([layer.index_select(0, slots) for layer in self._layers], 1)
+
+
+def token_elements(layout: KvLayout) -> int:
+    """Elements of keys and values of one token in one layer."""
+    return 2 * layout.num_kv_heads * layout.head_dim
+
+
 def _as_tensor(buffer: memoryview | torch.Tensor) -> torch.Tensor:
     return (
         buffer if isinstance(buffer, torch.Tensor) else torch.frombuffer(buffer, dtype=torch.uint8)

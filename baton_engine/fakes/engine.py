@@ -36,6 +36,7 @@ class FakeRunner:
         sink: Told of exported pages, once per layer.
         num_layers: How many layers the sink hears of.
         has_drafter: Whether it is a `Drafter` too.
+        draft_shift: By how many places the drafter's KV of a token stands before its own (`models.eagle3`).
         drafts_wrongly: Then guesses another token at every place that this divides; 0 for never.
 
     Attributes:
@@ -52,6 +53,7 @@ class FakeRunner:
         sink: LayerSink | None = None,
         num_layers: int = 1,
         has_drafter: bool = False,
+        draft_shift: int = 0,
         drafts_wrongly: int = 0,
     ) -> None:
         self._block_tokens = limits.block_tokens
@@ -59,6 +61,7 @@ class FakeRunner:
         self._sink = sink
         self._num_layers = num_layers
         self._has_drafter = has_drafter
+        self._draft_shift = draft_shift
         self._drafts_wrongly = drafts_wrongly
         self._source: KvSource | None = None
         self.pages = [[_BLANK] * limits.block_tokens for _ in range(limits.num_blocks)]
@@ -135,17 +138,19 @@ class FakeRunner:
             raise EngineError(f"sequence {seq.seq_id} was told to fail")
         kv = self._write(self.pages, seq.blocks, row.start, row.computed)
         if self._has_drafter and seq.state is State.PREFILLING:
-            self._write(self.drafter_pages, seq.blocks, row.start, row.computed)
+            start = max(seq.num_drafted, row.start, self._draft_shift)
+            end = row.start + row.num_tokens + self._draft_shift
+            self._write_draft(seq, start, seq.tokens[start:end])
         return [self._drawn(kv, sample) for sample in row.samples]
 
     def draft(self, plan: DraftPlan) -> list[list[int]]:
         """See Drafter. Reads and writes the drafter's pages alone."""
         proposed: list[list[int]] = []
         for row in plan.rows:
-            seq, start, drafts = row.seq, row.start, list[int]()
+            seq, start, drafts, kv = row.seq, row.start, list[int](), 0
             tokens = seq.tokens[start : start + row.num_tokens]
             while len(drafts) < row.count or tokens:
-                kv = self._write(self.drafter_pages, seq.blocks, start, tokens)
+                kv = self._write_draft(seq, start, tokens, kv if drafts else None)
                 start, tokens = start + len(tokens), []
                 if len(drafts) < row.count:
                     wrong = bool(self._drafts_wrongly) and start % self._drafts_wrongly == 0
@@ -153,6 +158,21 @@ class FakeRunner:
                     tokens = drafts[-1:] if len(drafts) < row.count else []
             proposed.append(drafts)
         return proposed
+
+    def _write_draft(
+        self, seq: Sequence, start: int, tokens: SequenceOf[int], own: int | None = None
+    ) -> int:
+        """What the drafter has after the last of `tokens`, all of which it writes from `start` on. With a shift it begins anew at each of
+        them from what the model had before it, or goes on with its `own`.
+        """
+        if not self._draft_shift:
+            return self._write(self.drafter_pages, seq.blocks, start, tokens)
+        kv = 0
+        for place, token in enumerate(tokens, start - 1):
+            kv = _mix(self._read(self.pages, seq.blocks, place) if own is None else own, token)
+            page, slot = divmod(place, self._block_tokens)
+            self.drafter_pages[seq.blocks[page]][slot] = kv
+        return kv
 
     def _drawn(self, kv: int, sample: int) -> int:
         return _mix(kv, ~sample) % self._vocab_size

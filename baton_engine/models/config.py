@@ -4,6 +4,7 @@ Read once at start by every worker, which also learns here the shape of its KV p
 """
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -121,14 +122,18 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
         ) from error
 
 
-def load_spec(path: Path) -> ModelSpec:
+def load_spec(path: Path, families: Mapping[str, str] = FAMILIES) -> ModelSpec:
     """Reads a model directory's config.json, generation_config.json and the headers of its weights.
+
+    Args:
+        path: The directory.
+        families: Which architectures it may have, and whose rules they follow.
 
     Raises:
         ModelLoadError: Something is missing, corrupt or not supported; the message names it.
     """
     config = read_json_fields(path / "config.json")
-    family = _family(config, path)
+    family = _family(config, path, families)
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", heads)
     layers = config.integer("num_hidden_layers")
@@ -210,10 +215,16 @@ def is_widened(spec: ModelSpec, requested: str, dtype: torch.dtype) -> bool:
 
 
 def kv_layout(
-    spec: ModelSpec, dtype: torch.dtype, block_tokens: int, drafter: ModelSpec | None = None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    block_tokens: int,
+    drafter: ModelSpec | None = None,
+    *,
+    drafter_reads: int = 0,
 ) -> KvLayout:
     """The shape of this model's KV pages when held in `dtype`, `block_tokens` tokens to a page; a drafter's layers stand behind its own,
-    as many of them in one as have room (`baton_engine.cache.arena.DrafterPages`).
+    as many of them in one as have room (`baton_engine.cache.arena.DrafterPages`), and behind them, where a drafter reads vectors of
+    so many elements per token, those that hold these (`HiddenPages`).
     """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
@@ -224,15 +235,23 @@ def kv_layout(
         block_tokens=block_tokens,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        layers=spec.layer_names + (() if drafter is None else _draft_layers(spec, drafter)),
+        layers=spec.layer_names
+        + (() if drafter is None else draft_layers(spec, drafter))
+        + _hidden_layers(spec, drafter_reads),
         drafter="" if drafter is None else drafter.fingerprint,
     )
 
 
-def _draft_layers(spec: ModelSpec, drafter: ModelSpec) -> tuple[LayerName, ...]:
+def draft_layers(spec: ModelSpec, drafter: ModelSpec) -> tuple[LayerName, ...]:
+    """Layers of the arena that hold a drafter's KV."""
     per_layer = kv_elements(spec) // kv_elements(drafter)
     count = -(-drafter.num_layers // per_layer)
     return tuple(LayerName(f"draft.layers.{index}") for index in range(count))
+
+
+def _hidden_layers(spec: ModelSpec, width: int) -> tuple[LayerName, ...]:
+    count = -(-width // (2 * kv_elements(spec)))
+    return tuple(LayerName(f"draft.hidden.{index}") for index in range(count))
 
 
 def kv_elements(spec: ModelSpec) -> int:
@@ -240,16 +259,16 @@ def kv_elements(spec: ModelSpec) -> int:
     return spec.num_kv_heads * spec.head_dim
 
 
-def _family(config: JsonFields, path: Path) -> str:
+def _family(config: JsonFields, path: Path, families: Mapping[str, str]) -> str:
     architectures = config.texts("architectures")
     for architecture in architectures:
-        if architecture in FAMILIES:
-            return FAMILIES[architecture]
-    if not architectures and config.text("model_type", "") in FAMILIES.values():
+        if architecture in families:
+            return families[architecture]
+    if not architectures and config.text("model_type", "") in families.values():
         return config.text("model_type")
     found = ", ".join(architectures) or "none named"
     raise ModelLoadError(
-        f"{path}: architecture {found} is not supported; supported are {', '.join(FAMILIES)}"
+        f"{path}: architecture {found} is not supported; supported are {', '.join(families)}"
     )
 
 

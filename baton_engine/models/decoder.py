@@ -4,7 +4,7 @@ The runner calls it once per step with the flat tokens of all rows; it writes th
 logits for the rows that sample.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -143,6 +143,19 @@ class LayerPages(Protocol):
         """One layer's, `[num_blocks, num_kv_heads, 2, block_tokens, head_dim]`; a view."""
 
 
+class HiddenObserver(Protocol):
+    """Reads hidden states of a step's tokens.
+
+    Attributes:
+        layers: Before which they are read, rising.
+    """
+
+    layers: tuple[int, ...]
+
+    def observe(self, slots: torch.Tensor, hidden: Sequence[torch.Tensor]) -> None:
+        """`hidden`, each `[num_tokens, hidden]`, before each of the layers, of the tokens at `slots`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
     """One layer; each half adds to the residual stream."""
@@ -198,6 +211,7 @@ class Decoder:
         step: DecoderInput,
         arena: LayerPages,
         hooks: LayerHooks | None = None,
+        observer: HiddenObserver | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes one step.
@@ -206,28 +220,36 @@ class Decoder:
             step: Its tokens.
             arena: Where KV lives; the pages of the step's rows are written.
             hooks: Called around the attention of each layer.
+            observer: Reads hidden states.
             out: Where the logits go; None for memory of their own.
 
         Returns:
             Logits `[num_logits, vocab]` float32.
         """
-        return self.head(self.hidden(step, arena, hooks), out)
+        return self.head(self.hidden(step, arena, hooks, observer), out)
 
     @torch.inference_mode()
     def hidden(
-        self, step: DecoderInput, arena: LayerPages, hooks: LayerHooks | None = None
+        self,
+        step: DecoderInput,
+        arena: LayerPages,
+        hooks: LayerHooks | None = None,
+        observer: HiddenObserver | None = None,
     ) -> torch.Tensor:
         """The same up to the output head: `[num_logits, hidden]`, normalised."""
         residual = self.embedding(step.tokens)
         if self.whole_layers is not None:
             flow = Flow(x=torch.zeros_like(residual), residual=residual)
-            flow = self._run_whole(self.whole_layers, flow, step, arena, hooks)
+            flow = self._run_whole(self.whole_layers, flow, step, arena, hooks, observer)
             return self.final_norm.add(flow.x, flow.residual)
         rotation = self.rotary(step.positions)
+        observed: list[torch.Tensor] = []
         x: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             norm = layer.input_norm
             x = norm(residual) if x is None else norm.add(x, residual)
+            if observer is not None and index in observer.layers:
+                observed.append(residual.clone())
             if hooks is not None:
                 hooks.before(index)
             x = layer.attention(x, rotation, arena.layer(index), step.batch)
@@ -239,6 +261,8 @@ class Decoder:
                 x = x.index_select(0, step.logit_tokens)
                 residual = residual.index_select(0, step.logit_tokens)
             x = layer.mlp(layer.post_attention_norm.add(x, residual))
+        if observer is not None:
+            observer.observe(step.batch.slots, observed)
         return self.final_norm(residual) if x is None else self.final_norm.add(x, residual)
 
     def _run_whole(
@@ -248,16 +272,24 @@ class Decoder:
         step: DecoderInput,
         arena: LayerPages,
         hooks: LayerHooks | None,
+        observer: HiddenObserver | None,
     ) -> Flow:
-        """All layers at once, or one by one where hooks are called between them."""
+        """All layers at once, or one by one where hooks are called, or hidden states read, between them."""
         count = len(self.layers)
         rotation = self.rotary(step.positions)
         layers.use_pages([arena.layer(index) for index in range(count)])
-        if hooks is None:
+        if hooks is None and observer is None:
             return layers.run(range(count), flow, rotation, step.batch, step.logit_tokens)
+        observed: list[torch.Tensor] = []
         for index in range(count):
-            hooks.before(index)
+            if observer is not None and index in observer.layers:
+                observed.append(flow.x + flow.residual)
+            if hooks is not None:
+                hooks.before(index)
             layer = range(index, index + 1)
             flow = layers.run(layer, flow, rotation, step.batch, step.logit_tokens)
-            hooks.after(index)
+            if hooks is not None:
+                hooks.after(index)
+        if observer is not None:
+            observer.observe(step.batch.slots, observed)
         return flow

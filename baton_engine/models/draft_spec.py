@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
-from baton.config.speculative import DraftModelSpeculation
+from baton.config.speculative import DraftModelSpeculation, Eagle3Speculation
 from baton.errors import ConfigError, ModelLoadError
 from baton_engine.models.config import ModelSpec, kv_elements, load_spec, resolve_model
+from baton_engine.models.eagle3 import Eagle3Spec, load_eagle3_spec
 
 _PARAM = "engine.speculative_config.model"
 
@@ -28,19 +29,34 @@ def load_draft_spec(
         spec = load_spec(path)
     except ModelLoadError as error:
         raise _refused(str(error)) from error
-    if spec.vocab_size != target.vocab_size:
-        raise _refused(
-            f"{asked.model} has a vocabulary of {spec.vocab_size} tokens, the model one of {target.vocab_size}"
-        )
+    _check_fit(asked.model, spec, target)
     ours, theirs = _vocabulary(target_path), _vocabulary(path)
     if ours is not None and theirs is not None and ours != theirs:
         raise _refused(f"{asked.model} has another tokenizer than the model: its tokens differ")
+    return path, spec
+
+
+def load_head_spec(asked: Eagle3Speculation, target: ModelSpec) -> tuple[Path, Eagle3Spec]:
+    """The same of an EAGLE-3 head."""
+    try:
+        path = resolve_model(asked.model, asked.revision)
+        spec = load_eagle3_spec(path, target)
+    except ModelLoadError as error:
+        raise _refused(str(error)) from error
+    _check_fit(asked.model, spec.layer, target)
+    return path, spec
+
+
+def _check_fit(name: str, spec: ModelSpec, target: ModelSpec) -> None:
+    if spec.vocab_size != target.vocab_size:
+        raise _refused(
+            f"{name} has a vocabulary of {spec.vocab_size} tokens, the model one of {target.vocab_size}"
+        )
     if kv_elements(target) % kv_elements(spec):
         raise _refused(
-            f"the KV of a token in one layer of {asked.model}, {spec.num_kv_heads} heads of {spec.head_dim}, is no whole"
+            f"the KV of a token in one layer of {name}, {spec.num_kv_heads} heads of {spec.head_dim}, is no whole"
             f" fraction of the model's, {target.num_kv_heads} heads of {target.head_dim}"
         )
-    return path, spec
 
 
 def check_draft_length(spec: ModelSpec, max_model_len: int) -> None:

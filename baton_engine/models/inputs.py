@@ -44,6 +44,7 @@ class InputBuilder:
         device: Where the tensors go.
         split_rule: How the kernels want the contexts of decodes to be cut, if they do.
         page_stride: Pages of the arena count as so many in the tensors (`DrafterPages`).
+        shift: By how many places the tokens stand before their own (`models.eagle3`).
         one_by_one: Give each token a row of its own, as if it were decoded: which tokens are computed together then changes
             nothing for any of them. Otherwise only tokens that were generated before have one, where `split_rule` is None:
             a text that goes on after a preemption, or elsewhere, is attended as it was when it was decoded.
@@ -57,6 +58,7 @@ class InputBuilder:
         split_rule: SplitRule | None = None,
         *,
         page_stride: int = 1,
+        shift: int = 0,
         one_by_one: bool = False,
     ) -> None:
         self._block_tokens = block_tokens
@@ -64,6 +66,7 @@ class InputBuilder:
         self._staging = DeviceStaging(device)
         self._split_rule = split_rule
         self._page_stride = page_stride
+        self._shift = shift
         self._one_by_one = one_by_one
         self._tokens = np.zeros(0, np.int64)
         self._positions = np.zeros(0, np.int64)
@@ -92,7 +95,8 @@ class InputBuilder:
         tables = self._fill_tables(rows, padding)
         slots = self._slots(positions, np.repeat(np.arange(len(lengths)), lengths), tables)
         slots[len(slots) - padding :] = -1
-        contexts = np.array([row.start + row.num_tokens for row in rows] + [0] * padding, np.int32)
+        ends = [row.start + row.num_tokens - self._shift for row in rows]
+        contexts = np.array(ends + [0] * padding, np.int32)
         last = [int(starts[i + 1]) - 1 for i, row in enumerate(rows) if row.samples]
         scored = [
             np.arange(row.num_scored) + starts[i] for i, row in enumerate(rows) if row.num_scored
@@ -104,8 +108,8 @@ class InputBuilder:
             tables = np.repeat(tables, own_rows, axis=0)
             starts = np.zeros(len(lengths) + 1, np.int32)
             np.cumsum(lengths, out=starts[1:])
-            ends = starts[1:] - 1
-            contexts = np.where(slots[ends] < 0, 0, positions[ends] + 1).astype(np.int32)
+            last_of = starts[1:] - 1
+            contexts = np.where(slots[last_of] < 0, 0, positions[last_of] + 1).astype(np.int32)
         pieces = self._pieces(lengths, contexts)
         places = () if unseen is None else (np.array(unseen.places, np.int64),)
         sent = self._staging.send_arrays(
@@ -167,7 +171,7 @@ class InputBuilder:
             end, stop = begin + row.num_tokens, row.start + row.num_tokens
             known = row.computed  # all but one that is unseen
             self._tokens[begin : begin + len(known)] = known
-            self._positions[begin:end] = np.arange(row.start, stop)
+            self._positions[begin:end] = np.arange(row.start - self._shift, stop - self._shift)
             begin = end
         self._tokens[begin:total] = 0
         self._positions[begin:total] = 0

@@ -4,8 +4,8 @@ Files are mapped, and each matrix is put together and repacked before the next o
 of the model plus one matrix. Queries, keys and values become one matrix, gate and up another.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from baton_engine.models.decoder import (
     PagedSelfAttention,
     RmsNorm,
 )
+from baton_engine.models.eagle3 import Eagle3Head, Eagle3Spec
 from baton_engine.models.kv_scales import layer_scales
 from baton_engine.models.linear import Linear, Projection, pack, pack_fixed, pack_head
 from baton_engine.models.rotary import RotaryEmbedding
@@ -69,6 +70,124 @@ def load_decoder(
     chosen = kernels or select_kernels(device, dtype, deterministic=fixed_rows)
     holds_bfloat16 = spec.dtype == "bfloat16" or dtype == torch.bfloat16
     multiplies = product or choose_product(AUTO, device, is_used=holds_bfloat16)
+    with _opened(
+        path, dtype, device, chosen, quantization, multiplies, fixed_rows=fixed_rows
+    ) as weights:
+        scaled = kv_dtype == torch.float8_e4m3fn
+        return _Assembly(spec, weights, chosen, scaled=scaled).decoder(progress or _ignore)
+
+
+def load_eagle3(
+    path: Path,
+    spec: Eagle3Spec,
+    target: Decoder,
+    quantization: str = "none",
+    fixed_rows: bool = False,
+    product: Bfloat16Product | None = None,
+) -> Eagle3Head:
+    """Loads the EAGLE-3 head in `path`. Blocks while reading.
+
+    Args:
+        path: Its directory.
+        spec: What `load_eagle3_spec(path)` said.
+        target: The model; the head computes where and in what it does, and has its embedding where it has none of its own.
+        quantization: As `load_decoder` takes it.
+        fixed_rows: The same.
+        product: The same.
+
+    Raises:
+        ModelLoadError: A tensor is missing or has the wrong shape, or a file is corrupt.
+    """
+    kernels, device, dtype = target.kernels, target.device, target.dtype
+    holds_bfloat16 = spec.layer.dtype == "bfloat16" or dtype == torch.bfloat16
+    multiplies = product or choose_product(AUTO, device, is_used=holds_bfloat16)
+    with _opened(
+        path, dtype, device, kernels, quantization, multiplies, fixed_rows=fixed_rows
+    ) as weights:
+        return _assemble_eagle3(spec, weights, target, kernels)
+
+
+def _assemble_eagle3(
+    spec: Eagle3Spec, weights: "_Weights", target: Decoder, kernels: KernelSet
+) -> Eagle3Head:
+    layer, hidden = spec.layer, spec.layer.hidden_size
+    name = "midlayer" if weights.has("midlayer.hidden_norm.weight") else "layers.0"
+    queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+
+    def norm(of: str) -> RmsNorm:
+        gain = weights.vector(f"{of}.weight", hidden)
+        return RmsNorm(weight=gain, eps=layer.rms_norm_eps, kernels=kernels)
+
+    parts = [
+        (f"{name}.self_attn.q_proj", queries),
+        (f"{name}.self_attn.k_proj", keys),
+        (f"{name}.self_attn.v_proj", keys),
+    ]
+    attention = PagedSelfAttention(
+        qkv=weights.linear(parts, 2 * hidden, bias=layer.qkv_bias),
+        output=weights.linear([(f"{name}.self_attn.o_proj", hidden)], queries, bias=False),
+        norms=None,
+        scale=layer.head_dim**-0.5,
+        window=None,
+        kernels=kernels,
+    )
+    width = layer.intermediate_size
+    gate_up = [(f"{name}.mlp.gate_proj", width), (f"{name}.mlp.up_proj", width)]
+    mlp = GatedMlp(
+        gate_up=weights.linear(gate_up, hidden, bias=layer.mlp_bias),
+        down=weights.linear([(f"{name}.mlp.down_proj", hidden)], width, bias=layer.mlp_bias),
+        kernels=kernels,
+    )
+    embedding = target.embedding
+    if weights.has("embed_tokens.weight"):
+        own = weights.matrix("embed_tokens.weight", layer.vocab_size, hidden)
+        embedding = Embedding(weight=own)
+    return Eagle3Head(
+        spec=spec,
+        dtype=target.dtype,
+        device=target.device,
+        kernels=kernels,
+        embedding=embedding,
+        rotary=RotaryEmbedding(layer.rope, layer.head_dim, target.device),
+        fuse=weights.linear([("fc", hidden)], 3 * spec.target_hidden_size, bias=False),
+        hidden_norm=norm(f"{name}.hidden_norm"),
+        layer=DecoderLayer(
+            input_norm=norm(f"{name}.input_layernorm"),
+            attention=attention,
+            post_attention_norm=norm(f"{name}.post_attention_layernorm"),
+            mlp=mlp,
+        ),
+        final_norm=norm("norm"),
+        head=LanguageHead(project=weights.head("lm_head.weight", spec.draft_vocab_size, hidden)),
+        to_target=_to_target(spec, weights),
+    )
+
+
+def _to_target(spec: Eagle3Spec, weights: "_Weights") -> torch.Tensor:
+    """Which token of the model each token of a head is: by how much further it stands, as the files have it."""
+    own = torch.arange(spec.draft_vocab_size)
+    if weights.has("d2t"):
+        own += weights.indices("d2t", spec.draft_vocab_size)
+    named = set(own.tolist())
+    if len(named) < len(own) or min(named) < 0 or max(named) >= spec.layer.vocab_size:
+        raise ModelLoadError(
+            f"{weights.path}: d2t does not name a token of the model's {spec.layer.vocab_size} for each of the head's"
+        )
+    return own.to(weights.device)
+
+
+@contextmanager
+def _opened(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    chosen: KernelSet,
+    quantization: str,
+    multiplies: Bfloat16Product,
+    *,
+    fixed_rows: bool,
+) -> "Iterator[_Weights]":
+    """The tensors in `path`, and how they are held."""
 
     def hold(linear: Linear) -> Projection:
         if fixed_rows:
@@ -80,11 +199,9 @@ def load_decoder(
 
     stay_narrow = device.type == "cpu" and dtype == torch.float32 and multiplies in IN_PANELS
     with ExitStack() as files:
-        weights = _Weights(
+        yield _Weights(
             read_checkpoint(path), dtype, device, files, hold, hold_head, stay_narrow=stay_narrow
         )
-        scaled = kv_dtype == torch.float8_e4m3fn
-        return _Assembly(spec, weights, chosen, scaled=scaled).decoder(progress or _ignore)
 
 
 def _ignore(what: str, fraction: float) -> None:
@@ -113,6 +230,22 @@ class _Weights:
         self._hold_head = hold_head
         self._stay_narrow = stay_narrow
         self._open: dict[Path, OpenFile] = {}
+
+    @property
+    def path(self) -> Path:
+        """Where they are."""
+        return self._checkpoint.path
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self._checkpoint.tensors
+
+    def indices(self, name: str, size: int) -> torch.Tensor:
+        """One tensor of whole numbers, `[size]` int64 on the CPU."""
+        stored = self._checkpoint.require(name, (size,))
+        if stored.dtype not in ("I64", "I32"):
+            raise ModelLoadError(f"{stored.file}: tensor {name} is stored as {stored.dtype}")
+        return self._file(stored.file).get_tensor(name).long()
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """One tensor of one dimension."""
@@ -165,9 +298,12 @@ class _Weights:
             raise ModelLoadError(
                 f"{stored.file}: tensor {name} is stored as {stored.dtype}; quantised weights are not supported"
             )
-        if stored.file not in self._open:
-            self._open[stored.file] = self._files.enter_context(open_safetensors(stored.file))
-        return self._open[stored.file].get_tensor(name)
+        return self._file(stored.file).get_tensor(name)
+
+    def _file(self, path: Path) -> OpenFile:
+        if path not in self._open:
+            self._open[path] = self._files.enter_context(open_safetensors(path))
+        return self._open[path]
 
 
 class _Assembly:

@@ -29,6 +29,7 @@ class KvCacheManager:
         layout: Their layout; part of every key.
         secret: The cluster secret, 32 bytes; keys every block.
         share_prefixes: Whether full pages are published and matched.
+        draft_shift: By how many places a drafter's KV of a token stands before the token's own.
 
     Attributes:
         blocks: The arena's pages.
@@ -38,7 +39,13 @@ class KvCacheManager:
     """
 
     def __init__(
-        self, blocks: BlockManager, *, layout: KvLayout, secret: bytes, share_prefixes: bool
+        self,
+        blocks: BlockManager,
+        *,
+        layout: KvLayout,
+        secret: bytes,
+        share_prefixes: bool,
+        draft_shift: int = 0,
     ) -> None:
         self.blocks = blocks
         self.story = blocks.story
@@ -47,6 +54,7 @@ class KvCacheManager:
         self._secret = secret
         self._share_prefixes = share_prefixes
         self._has_drafter = bool(layout.drafter)
+        self._draft_shift = draft_shift
         self._published: list[PublishedPage] | None = None
         self.fetching: Fetching | None = None
 
@@ -88,7 +96,8 @@ class KvCacheManager:
         if self.fetching is not None and not sequence.awaits_kv:
             sequence.fetch = self.fetching.plan(sequence, keys, len(matched))
             sequence.num_external += len(sequence.fetch.keys) if sequence.fetch is not None else 0
-        sequence.num_computed = sequence.num_drafted = sequence.num_external * self.block_tokens
+        sequence.num_computed = sequence.num_external * self.block_tokens
+        self.drafted_prompt(sequence)
         return True
 
     def _usable_keys(self, sequence: Sequence) -> list[BlockKey]:
@@ -201,7 +210,8 @@ class KvCacheManager:
         """The KV of all its tokens has come from another engine into its pages. With `but_last` that of the last one is computed anew, in
         a page that is its own until then.
         """
-        sequence.num_computed = sequence.num_drafted = len(sequence.tokens) - but_last
+        sequence.num_computed = len(sequence.tokens) - but_last
+        self.drafted_prompt(sequence)
         sequence.num_external = len(sequence.tokens) // self.block_tokens
         self.story.record("received", sequence.blocks, seq_id=sequence.seq_id)
         self.publish(sequence)
@@ -213,7 +223,7 @@ class KvCacheManager:
         """
         num_full = sequence.num_computed // self.block_tokens
         if self._has_drafter:
-            num_full = min(num_full, sequence.num_drafted // self.block_tokens)
+            num_full = min(num_full, self._num_drafted_pages(sequence))
         if not self._share_prefixes or num_full <= sequence.num_published:
             return
         keys = self._keys(sequence, num_full)
@@ -230,12 +240,37 @@ class KvCacheManager:
         self.story.record("published", blocks[new], keys=keys[new], seq_id=sequence.seq_id)
         sequence.num_published = num_full
 
+    def drafted_prompt(self, sequence: Sequence) -> None:
+        """Of all whose KV is in the pages the drafter's is too, as far as the text is known: they were computed in the same step, or came
+        together.
+        """
+        known = len(sequence.tokens)
+        sequence.num_drafted = min(sequence.num_computed + self._draft_shift, known)
+
+    def to_draft(self, sequence: Sequence, *, up_to_end: bool) -> range:
+        """The tokens of a running sequence that its drafter has not computed, and can: up to the end of the text, or as far as the model
+        has come. What it would store on a published page stays undone.
+        """
+        known = len(sequence.tokens)
+        end = known if up_to_end else min(sequence.num_computed + self._draft_shift, known)
+        published = sequence.num_published * self.block_tokens
+        return range(max(sequence.num_drafted, published + self._draft_shift), end)
+
+    def _num_drafted_pages(self, sequence: Sequence) -> int:
+        """Full pages that hold all of the drafter's KV that there can be yet."""
+        if sequence.num_drafted == len(sequence.tokens):
+            return sequence.num_computed // self.block_tokens
+        return (sequence.num_drafted - self._draft_shift) // self.block_tokens
+
     def awaits_drafter(self, sequence: Sequence) -> bool:
-        """Whether pages are full that could be published if a draft model's KV were in them."""
-        if not self._has_drafter or not self._share_prefixes:
+        """Whether pages are full that could be published if a draft model's KV were in them. Those of beams are not: by then other beams
+        share them.
+        """
+        is_beam = sequence.request.search is not None
+        if not self._has_drafter or not self._share_prefixes or is_beam:
             return False
         size = self.block_tokens
-        num_pages = sequence.num_computed // size - sequence.num_drafted // size
+        num_pages = sequence.num_computed // size - self._num_drafted_pages(sequence)
         return num_pages >= max(1, _DRAFTER_BEHIND // size)
 
     def _published_page(self, sequence: Sequence, index: int) -> PublishedPage:

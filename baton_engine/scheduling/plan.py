@@ -81,19 +81,15 @@ class DraftRow:
 
     Attributes:
         seq: The sequence; its `blocks` cover its text, and `count` tokens behind it.
-        start: Position of the first token to compute; the drafter's KV of everything before is in the pages.
-        count: How many tokens to guess; without any, only what the target has computed is computed.
+        start: Position of the first token to compute; of everything before the drafter has computed what it can.
+        num_tokens: Of the text, from `start` on.
+        count: How many tokens to guess; where there are any, the text is computed up to its end.
     """
 
     seq: Sequence
     start: int
+    num_tokens: int
     count: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the text, from `start` on."""
-        end = len(self.seq.tokens) if self.count else self.seq.num_computed
-        return end - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

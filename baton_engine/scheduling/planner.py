@@ -82,14 +82,17 @@ class StepPlanner:
         needy = sum(map(self._cache.needs_slot, running))
         rows: list[DraftRow] = []
         for sequence in running:
-            if sequence.shares_tail:
+            if sequence.shares_tail or not self._cache.to_draft(sequence, up_to_end=True):
                 continue
             count = min(room, speculator.wanted(sequence, load)) if room > 0 else 0
             if count:
                 needy -= self._cache.needs_slot(sequence)
                 count = max(0, self._cache.append_lookahead(sequence, count, headroom=needy))
             if count or self._cache.awaits_drafter(sequence):
-                rows.append(DraftRow(seq=sequence, start=sequence.num_drafted, count=count))
+                left = self._cache.to_draft(sequence, up_to_end=count > 0)
+                rows.append(
+                    DraftRow(seq=sequence, start=left.start, num_tokens=len(left), count=count)
+                )
             if count and sequence.drafts is not None:
                 room -= count
                 load = load.with_drafts(len(sequence.tokens), count, sequence.drafts.chance)
@@ -102,7 +105,7 @@ class StepPlanner:
         for place, row in enumerate(plan.rows):
             count = 0
             if proposed is not None:
-                row.seq.num_drafted += row.num_tokens
+                row.seq.num_drafted = row.start + row.num_tokens
                 if row.count and proposed[place]:
                     count = speculator.proposed(row.seq, proposed[place])
                 self._cache.publish(row.seq)

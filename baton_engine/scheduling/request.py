@@ -120,7 +120,8 @@ class Sequence:
         blocks: Pages in order; page i holds the KV of tokens [i * block_tokens, (i + 1) * block_tokens). Any entry may change
             between two steps: copy on write, or an equal page that was there first taking the place of this one's own.
         num_computed: Leading tokens whose KV is in the pages.
-        num_drafted: Those of which the KV of a draft model is too, where there is one.
+        num_drafted: Leading tokens that a draft model has computed, where there is one. One that reads hidden states has computed nothing
+            of the first token, and stores its KV of each other one in the place of the token before.
         state: Where it stands; changed by `SequenceQueues` only.
         keys: Keys of the leading full blocks of `tokens`, as far as they were needed.
         num_published: Leading pages that are held in the prefix tree.

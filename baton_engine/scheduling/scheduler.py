@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
 from baton.blocks import BlockChanges
-from baton.config.speculative import Speculation
+from baton.config.speculative import Eagle3Speculation, Speculation
 from baton.errors import BatonError, InvalidRequestError, InvariantError, TransferError
 from baton.generation import (
     FinishReason,
@@ -95,7 +95,11 @@ class Scheduler:
         self._eos_ids = frozenset(eos_ids)
         self._blocks = BlockManager(limits.num_blocks)
         self._cache = KvCacheManager(
-            self._blocks, layout=layout, secret=secret, share_prefixes=enable_prefix_caching
+            self._blocks,
+            layout=layout,
+            secret=secret,
+            share_prefixes=enable_prefix_caching,
+            draft_shift=1 if isinstance(speculation, Eagle3Speculation) else 0,
         )
         self._stories = StoryLog("engine")
         self._queues = SequenceQueues(limits.max_running, self._stories)
@@ -329,7 +333,7 @@ class Scheduler:
                 request.keep_scores(row.start, result.scores[index])
             sequence.num_computed += row.num_tokens
             if sequence.state is State.PREFILLING:
-                sequence.num_drafted = sequence.num_computed  # in the same step
+                self._cache.drafted_prompt(sequence)
             if sequence.num_computed >= (sequence.num_published + 1) * self._limits.block_tokens:
                 self._cache.publish(sequence)
             if not row.samples:

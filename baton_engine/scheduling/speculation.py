@@ -17,7 +17,7 @@ Pure.
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from baton.config.speculative import NgramSpeculation, Speculation
+from baton.config.speculative import Eagle3Speculation, NgramSpeculation, Speculation
 from baton_engine.ports import SpeculationCounts
 from baton_engine.scheduling.drafts import FIRST_CHANCE, NgramIndex, SequenceDrafts
 from baton_engine.scheduling.in_flight import InFlightStep
@@ -149,7 +149,9 @@ class Speculator:
         drafts = sequence.drafts
         assert drafts is not None
         drafts.proposed = self._usable(sequence, tokens)
-        drafts.num_written = len(tokens) - 1  # the last one was not computed
+        # The last one was not computed; nor were those that are to be computed from the model's own hidden states.
+        is_final = not isinstance(self._config, Eagle3Speculation)
+        drafts.num_written = len(tokens) - 1 if is_final else 0
         return len(drafts.proposed)
 
     def choose(self, sequence: Sequence, load: StepLoad) -> list[int]:

@@ -44,6 +44,11 @@ class Timeline:
         return self.arrivals_s[0] - self.sent_s
 
     @property
+    def gaps_s(self) -> list[float]:
+        """Times between two chunks."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.arrivals_s)]
+
+    @property
     def tpot_s(self) -> float:
         """Mean time per output token after the first."""
         return (self.arrivals_s[-1] - self.arrivals_s[0]) / max(1, self.output_tokens - 1)
@@ -51,13 +56,20 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one level of load measured."""
+    """What one level of load measured.
+
+    Attributes:
+        ttft_ms: Time to the first token, and its p99, over the requests.
+        tpot_ms: A request's mean time per token after the first, and its p99, over the requests.
+        itl_p99_ms: p99 over all times between two chunks of any request.
+    """
 
     output_tok_s: float
     ttft_ms: float
     ttft_p99_ms: float
     tpot_ms: float
     tpot_p99_ms: float
+    itl_p99_ms: float
 
 
 async def run_load(url: str, model: str, load: Load, *, seed: int) -> Outcome:
@@ -149,12 +161,14 @@ async def _request(
 def _summary(timelines: list[Timeline], elapsed_s: float) -> Outcome:
     ttfts = sorted(timeline.ttft_s * 1e3 for timeline in timelines)
     tpots = sorted(timeline.tpot_s * 1e3 for timeline in timelines)
+    gaps = sorted(gap * 1e3 for timeline in timelines for gap in timeline.gaps_s)
     return Outcome(
         output_tok_s=sum(timeline.output_tokens for timeline in timelines) / elapsed_s,
         ttft_ms=statistics.median(ttfts),
         ttft_p99_ms=_percentile(ttfts, 0.99),
         tpot_ms=statistics.median(tpots),
         tpot_p99_ms=_percentile(tpots, 0.99),
+        itl_p99_ms=_percentile(gaps, 0.99) if gaps else 0.0,
     )
 
 

@@ -4,6 +4,7 @@ Peers live in environments of their own, since they bring their own torch; the c
 which the tests need anyway, is that of this environment.
 """
 
+import json
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -30,14 +31,45 @@ def vllm(python: str, model: str, dtype: str, *flags: str) -> Iterator[str]:
     Raises:
         RuntimeError: It did not start; the end of what it printed is in the message.
     """
-    port = _free_port()
+    port, cores = _free_port(), sorted(os.sched_getaffinity(0))
+    with _running(_vllm(python, model, dtype, port, *flags), port, _on_cores(cores)) as url:
+        yield url
+
+
+@contextmanager
+def vllm_nixl_pair(python: str, model: str, dtype: str, *flags: str) -> Iterator[str]:
+    """vLLM's own prefill and decode server, each on half of the cores, that hand KV off by NIXL, behind a proxy; yields its URL.
+
+    Raises:
+        RuntimeError: One of them did not start, as without NIXL in that environment; the end of what it printed is in the message.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    urls = []
+    with ExitStack() as servers:
+        for share in (cores[:half], cores[-half:]):
+            port, side_channel = _free_port(), _free_port()
+            command = _vllm(python, model, dtype, port, *flags)
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+            settings = _on_cores(share) | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
+            urls.append(servers.enter_context(_running(command, port, settings)))
+        port = _free_port()
+        program = str(Path(__file__).with_name("nixl_proxy.py"))
+        command = [python, "-P", program, "--port", str(port)]
+        command += ["--prefill", urls[0], "--decode", urls[1]]
+        yield servers.enter_context(_running(command, port, {}))
+
+
+def _vllm(python: str, model: str, dtype: str, port: int, *flags: str) -> list[str]:
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--served-model-name", "bench", "--port", str(port), "--dtype", dtype]
-    command += ["--max-model-len", "4096", "--no-enable-prefix-caching", *flags]
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    settings = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2"}
-    with _running(command, port, settings) as url:
-        yield url
+    return [*command, "--max-model-len", "4096", "--no-enable-prefix-caching", *flags]
+
+
+def _on_cores(cores: Sequence[int]) -> dict[str, str]:
+    bound = ",".join(map(str, cores))
+    return {"VLLM_CPU_OMP_THREADS_BIND": bound, "VLLM_CPU_KVCACHE_SPACE": "2"}
 
 
 @contextmanager

@@ -75,6 +75,8 @@ class RolePlanning:
         self._planner = RolePlanner(_policy_of(config))
         self._flipping: asyncio.Task[None] | None = None
         self._told = ""
+        self._standing_by = ""
+        self._held = ""
         self._flips = Counter(
             "baton_planner_flips",
             "Changes of a worker's role that the planner decided on.",
@@ -97,6 +99,13 @@ class RolePlanning:
         """An operator decides on its role: it is left alone for a while."""
         self._planner.pin(worker, self._clock.now_s())
 
+    def hold(self, held: bool, *, by: str) -> str:
+        """Changes no roles from now on, or goes on; why it cannot be told so, or nothing. A change that was begun is ended as it was meant."""
+        if self._standing_by:
+            return self._standing_by
+        self._held = f"held by {by}" if held else ""
+        return ""
+
     async def run(self) -> None:
         """Looks until cancelled."""
         try:
@@ -111,7 +120,8 @@ class RolePlanning:
 
     async def look(self) -> None:
         """One look, and the flip that is due by it."""
-        why_not = await self._election.standing_by()
+        self._standing_by = await self._election.standing_by()
+        why_not = self._standing_by or self._held  # a planner that is held keeps its lease
         now_s = self._clock.now_s()
         if why_not:
             self._planner.stand_by(why_not, now_s)

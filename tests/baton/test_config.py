@@ -10,7 +10,12 @@ from baton.config.load import from_json, load, to_json
 from baton.config.rules import RULES
 from baton.config.schema import BatonConfig
 from baton.config.setting import TYPES, Setting
-from baton.config.speculative import DraftModelSpeculation, NgramSpeculation, read_speculative
+from baton.config.speculative import (
+    DraftModelSpeculation,
+    Eagle3Speculation,
+    NgramSpeculation,
+    read_speculative,
+)
 from baton.errors import ConfigError
 
 
@@ -359,6 +364,14 @@ def test_a_draft_model_is_asked_for_in_the_json_of_vllm():
     )
 
 
+def test_a_head_is_asked_for_in_the_json_of_vllm():
+    text = '{"method": "eagle3", "model": "head", "num_speculative_tokens": 3}'
+    config = from_json(to_json(load(flags=[speculative(text)])))
+    assert read_speculative(config.engine.speculative_config) == Eagle3Speculation(
+        num_speculative_tokens=3, model="head"
+    )
+
+
 def test_nothing_is_speculated_unless_asked_for():
     assert read_speculative(BatonConfig().engine.speculative_config) is None
 
@@ -366,8 +379,9 @@ def test_nothing_is_speculated_unless_asked_for():
 @pytest.mark.parametrize(
     ("text", "field", "why"),
     [
-        ('{"num_speculative_tokens": 3}', "method", "must be ngram or draft_model"),
-        ('{"method": "eagle3", "num_speculative_tokens": 3}', "method", "eagle3 is not built"),
+        ('{"num_speculative_tokens": 3}', "method", "must be one of ngram, draft_model"),
+        ('{"method": "eagle", "num_speculative_tokens": 3}', "method", "eagle is not built"),
+        ('{"method": "eagle3", "num_speculative_tokens": 3}', "model", "must be given"),
         ('{"method": "suffix", "num_speculative_tokens": 3}', "method", "suffix is not built"),
         ('{"method": "draft_model", "model": "x"}', "num_speculative_tokens", "must be given"),
         ('{"method": "draft_model", "num_speculative_tokens": 3}', "model", "must be given"),

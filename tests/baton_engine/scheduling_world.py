@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
-from baton.config.speculative import DraftModelSpeculation, Speculation
+from baton.config.speculative import DraftModelSpeculation, Eagle3Speculation, Speculation
 from baton.errors import EngineError
 from baton.generation import NO_SLO, FinishReason, Prompt, SamplingParams, SloTargets, TokenSample
 from baton.ids import LayerName, SeqId
@@ -97,11 +97,12 @@ class World:
     draft_plans: list[DraftPlan] = field(default_factory=list)
 
     def __post_init__(self):
-        has_drafter = isinstance(self.speculation, DraftModelSpeculation)
+        has_drafter = isinstance(self.speculation, DraftModelSpeculation | Eagle3Speculation)
         self.runner = FakeRunner(
             self.limits,
             num_layers=self.num_layers,
             has_drafter=has_drafter,
+            draft_shift=int(isinstance(self.speculation, Eagle3Speculation)),
             drafts_wrongly=self.drafts_wrongly,
         )
         self.scheduler = Scheduler(
@@ -167,7 +168,8 @@ class World:
         written: set[int] = set()
         assert len({id(row.seq) for row in plan.rows}) == len(plan.rows)
         for row in plan.rows:
-            assert row.start == row.seq.num_drafted
+            assert row.start >= row.seq.num_drafted
+            assert not row.count or row.start + row.num_tokens == len(row.seq.tokens)
             end = row.start + row.num_tokens + max(0, row.count - 1)
             assert row.num_tokens > 0
             assert end <= len(row.seq.blocks) * size

@@ -20,6 +20,7 @@ from baton_engine.cache.arena import DrafterPages, KvArena
 from baton_engine.cuda_graphs import DecodeGraphs
 from baton_engine.draft_model import DraftModel
 from baton_engine.grammar import load_compiler
+from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.messages import Abort, Generate, Prefill, Receive
 from baton_engine.models.config import kv_layout, load_spec
 from baton_engine.models.draft_spec import check_draft_length, load_draft_spec
@@ -31,6 +32,7 @@ from baton_engine.simulated import build_simulated
 from kv_transfer.memory.arena import WorkerMemory
 from tests.baton_engine.looped import draw_all
 from tests.baton_engine.scheduling_world import World, hand_off, limits, prompt
+from tests.baton_engine.test_beams import asked_of, assert_found
 from tests.baton_engine.test_cuda_graphs import EagerGraphs
 from tests.baton_engine.test_speculation import REQUESTS, asked, by_sample
 from tests.baton_engine.tiny_models import make_model
@@ -146,6 +148,17 @@ def test_where_drafts_are_always_wrong_the_drafter_follows_by_whole_pages():
     world.tell(Generate(seq_id=TWO, prompt=prompt((*range(6), *world.tokens("one"), 7))))
     world.run()
     assert 124 - 64 <= world.cached_tokens("two") <= 124  # of 125 computed tokens
+
+
+def test_beams_are_searched_for_without_the_drafter():
+    """Their pages are shared before it could have come so far."""
+    world = World(some(max_model_len=400, num_blocks=400), speculation=DRAFTS)
+    text = asked_of(world, 7, max_tokens=100)
+    world.tell(Generate(seq_id=ONE, prompt=text))
+    world.run()
+    assert_found(world, ONE, text)
+    assert not world.draft_plans
+    world.assert_empty()
 
 
 def test_a_sequence_that_cannot_get_pages_for_drafts_goes_on_without():
@@ -305,7 +318,7 @@ def test_a_drafter_that_fails_fails_nothing_else(model, small, caplog):
         plain.scheduler, plain.runner, [Generate(seq_id=ONE, prompt=asked("sampled"))], ahead=False
     )
     engine = WholeEngine(model, speculation=by(small))
-    assert engine.drafter is not None
+    assert isinstance(engine.drafter, DraftModel)
     broken = Broken(engine.drafter)
     found, _ = draw_all(
         engine.scheduler,
@@ -320,9 +333,12 @@ def test_a_drafter_that_fails_fails_nothing_else(model, small, caplog):
 
 
 def test_drafts_can_be_repeated_from_graphs(model, small):
-    plain, eager = drawn(WholeEngine(model), "sampled"), WholeEngine(model, speculation=by(small))
+    """Of kernels that take rows of padding, as those of a GPU do."""
+    kernels = ReferenceKernels()
+    plain = drawn(WholeEngine(model, kernels=kernels), "sampled")
+    eager = WholeEngine(model, kernels=kernels, speculation=by(small))
     drafter = eager.drafter
-    assert drafter is not None
+    assert isinstance(drafter, DraftModel)
     backend = EagerGraphs()
     drafter._graphs = DecodeGraphs(
         drafter._model,

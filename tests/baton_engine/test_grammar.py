@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
+from numpy.typing import NDArray
 
 from baton.clock import ManualClock
 from baton.config.schema import GrammarConfig
@@ -49,6 +50,7 @@ from baton_engine.staging import DeviceStaging, StagedBatch
 from tests.baton_engine.sampled import Event, Sampled, all_events
 from tests.baton_engine.scheduling_world import SECRET, layout, limits
 from tests.baton_engine.sequences import sequence
+from tests.baton_engine.test_in_flight_model import Noting
 from tests.baton_engine.tiny_models import EOS, make_model, make_tokenizer
 from tests.baton_engine.whole_engine import WholeEngine, hand_off
 
@@ -523,6 +525,35 @@ def test_a_mask_leaves_what_the_grammar_allows_and_other_rows_alone(compiler, to
     assert held is not None
     DeviceStaging(torch.device("cpu")).send(staged)
     assert masked(scores[1:2], held)[0].isfinite().nonzero().flatten().tolist() == [b]
+
+
+@pytest.mark.parametrize("vocab_size", [320, 333])
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_mask_of_any_bits_is_kept_to(vocab_size, others):
+    class Drawn(Noting):
+        def __init__(self, seed: int) -> None:
+            self.allowed = np.random.default_rng(seed).random(352) < 0.5
+
+        def fill(self, bits: NDArray[np.uint32]) -> None:
+            bits[:] = np.packbits(self.allowed, bitorder="little").view(np.uint32)[: len(bits)]
+
+    constraints = [Drawn(seed) for seed in range(3)]
+    seqs = [sequence([1, 2], SamplingParams()) for _ in range(3 + others)]
+    for seq, constraint in zip(seqs, constraints, strict=False):
+        seq.constraint = constraint
+    rows = [Row(seq=seq, start=1, num_tokens=1, samples=(0,)) for seq in seqs]
+    scores, staged = torch.randn(3 + others, vocab_size), StagedBatch()
+    given = scores.clone()
+    masks = collect_masks(rows, [set()] * len(rows), vocab_size, staged)
+    assert masks is not None
+    DeviceStaging(torch.device("cpu")).send(staged)
+    found = masked(scores, masks)
+    for number, constraint in enumerate(constraints):
+        allowed = torch.from_numpy(constraint.allowed[:vocab_size])
+        assert torch.equal(found[number], scores[number].where(allowed, float("-inf")))
+    assert torch.equal(found[3:], scores[3:])
+    assert torch.equal(scores, given)
+    assert found.is_contiguous()
 
 
 @pytest.mark.parametrize(

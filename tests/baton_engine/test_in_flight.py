@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from baton.config.speculative import DraftModelSpeculation, NgramSpeculation
+from baton.config.speculative import DraftModelSpeculation, Eagle3Speculation, NgramSpeculation
 from baton.errors import EngineError, InvariantError
 from baton.generation import FinishReason, Prompt, SloTargets
 from baton.ids import SeqId
@@ -78,11 +78,12 @@ class Looped(World):
     def __post_init__(self) -> None:
         super().__post_init__()
         clock = ManualClock()
-        has_drafter = isinstance(self.speculation, DraftModelSpeculation)
+        has_drafter = isinstance(self.speculation, DraftModelSpeculation | Eagle3Speculation)
         self.watched = self.runner = Watched(
             self.limits,
             num_layers=self.num_layers,
             has_drafter=has_drafter,
+            draft_shift=int(isinstance(self.speculation, Eagle3Speculation)),
             drafts_wrongly=self.drafts_wrongly,
             clock=clock,
         )
@@ -436,6 +437,7 @@ class Story:
 
 
 DRAFTER = DraftModelSpeculation(num_speculative_tokens=3, model="")
+HEAD = Eagle3Speculation(num_speculative_tokens=3, model="")
 NGRAMS = NgramSpeculation(num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
 
 
@@ -451,7 +453,7 @@ NGRAMS = NgramSpeculation(num_speculative_tokens=3, prompt_lookup_max=2, prompt_
         preemption=st.sampled_from(sorted(PREEMPTION_ORDERS)),
         output_headroom=st.sampled_from([0.0, 0.0, 1.0]),
     ),
-    speculation=st.sampled_from([None, NGRAMS, DRAFTER]),
+    speculation=st.sampled_from([None, NGRAMS, DRAFTER, HEAD]),
 )
 def test_any_story_ends_as_it_does_without_looking_ahead(
     actions, block_tokens, pages_tokens, caching, policy, speculation

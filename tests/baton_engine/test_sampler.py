@@ -70,6 +70,22 @@ def test_draws_follow_the_distribution():
     assert [counts[t] / 4000 for t in (10, 20, 30)] == pytest.approx([0.5, 0.3, 0.2], abs=0.03)
 
 
+def test_scores_far_below_the_likeliest_are_never_drawn_and_disturb_none_that_are():
+    near = torch.full((1, VOCAB), float("-inf"))
+    near[0, [10, 20, 30]] = torch.tensor([0.5, 0.3, 0.2]).log()
+    far = near.clone()
+    far[0, :10] = -81.0 - torch.arange(10)
+    far[0, 40:] = -1000.0
+    samples = tuple(range(500))
+    for params in (SamplingParams(seed=1), SamplingParams(seed=2, top_k=9, top_p=0.9, min_p=0.01)):
+        of_both = row(params, samples=samples)
+        assert draw(far, of_both) == draw(near, of_both)
+    (always,) = draw(
+        torch.full((1, VOCAB), float("-inf")).index_fill(1, torch.tensor([9]), 0.0), of_both
+    )
+    assert set(always) == {9}
+
+
 def test_temperature_sharpens():
     logits = random_logits(1)
     cold = SamplingParams(temperature=0.01, seed=1)

@@ -1,10 +1,13 @@
 """Tiny checkpoints of every family with random weights, made with transformers, for tests that need a real model directory."""
 
+import json
 from collections.abc import Iterator
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
@@ -167,3 +170,72 @@ def _make(family: str, fields: dict[str, Any]) -> PreTrainedModel:
             return Qwen3ForCausalLM(Qwen3Config(**fields))
         case _:
             raise ValueError(f"no tiny model of family {family!r}")
+
+
+def make_eagle3_head(
+    directory: Path,
+    *,
+    target_hidden_size: int = 64,
+    target_layers: tuple[int, int, int] = (0, 1, 2),
+    draft_vocab_size: int = 200,
+    seed: int = 0,
+    **changes: Any,
+) -> Path:
+    """Writes an EAGLE-3 head with random weights for a model of the same hidden size, and returns its directory.
+
+    Args:
+        directory: Where to; made if need be.
+        target_hidden_size: Of the model.
+        target_layers: Before which of its layers the head reads.
+        draft_vocab_size: Tokens that it can guess, spread over the model's 320.
+        seed: Of the random weights.
+        changes: Of the config.
+    """
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "vocab_size": 320,
+        "draft_vocab_size": draft_vocab_size,
+        "hidden_size": 64,
+        "target_hidden_size": target_hidden_size,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [*target_layers]},
+        "torch_dtype": "float32",
+    } | changes
+    generator = torch.Generator().manual_seed(seed)
+    hidden, width, keys = config["hidden_size"], config["intermediate_size"], 16
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) / sqrt(shape[-1])
+
+    own = torch.arange(draft_vocab_size)
+    weights = {
+        "midlayer.self_attn.q_proj.weight": random(4 * keys, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": random(keys, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": random(keys, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": random(hidden, 4 * keys),
+        "midlayer.mlp.gate_proj.weight": random(width, hidden),
+        "midlayer.mlp.up_proj.weight": random(width, hidden),
+        "midlayer.mlp.down_proj.weight": random(hidden, width),
+        "fc.weight": random(hidden, 3 * target_hidden_size),
+        "lm_head.weight": 4.0 * random(draft_vocab_size, hidden),
+        "d2t": (own * 320 // draft_vocab_size) - own,
+        "t2d": torch.zeros(320, dtype=torch.bool),
+    } | {
+        f"{name}.weight": 1.0 + 0.1 * torch.randn(hidden, generator=generator)
+        for name in (
+            "norm",
+            "midlayer.hidden_norm",
+            "midlayer.input_layernorm",
+            "midlayer.post_attention_layernorm",
+        )
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory

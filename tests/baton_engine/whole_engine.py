@@ -5,18 +5,19 @@ from pathlib import Path
 
 import torch
 
-from baton.config.speculative import DraftModelSpeculation, Speculation
+from baton.config.speculative import DraftModelSpeculation, Eagle3Speculation, Speculation
 from baton.errors import BatonError
 from baton.generation import TokenLogprobs, TokenSample
 from baton.ids import SeqId
 from baton_engine.cache.arena import DrafterPages, KvArena
 from baton_engine.draft_model import DraftModel
+from baton_engine.eagle3_drafter import Eagle3Drafter
 from baton_engine.kernels.ports import BatchInvariant, KernelSet
 from baton_engine.messages import AddRequest, Command, PrefillStarted, Reserved, Start
 from baton_engine.models.config import ModelSpec, kv_layout, load_spec
 from baton_engine.models.decoder import Decoder
-from baton_engine.models.draft_spec import load_draft_spec
-from baton_engine.models.loader import load_decoder
+from baton_engine.models.draft_spec import load_draft_spec, load_head_spec
+from baton_engine.models.loader import load_decoder, load_eagle3
 from baton_engine.ports import GrammarCompiler, TokenConstraint
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import EngineLimits
@@ -73,12 +74,16 @@ class WholeEngine:
             quantization=quantization,
             fixed_rows=deterministic,
         )
-        drafter = (
-            load_draft_spec(speculation, spec, checkpoint)
-            if isinstance(speculation, DraftModelSpeculation)
-            else None
-        )
-        layout = kv_layout(spec, dtype, BLOCK_TOKENS, drafter and drafter[1])
+        drafter = head = None
+        layout = kv_layout(spec, dtype, BLOCK_TOKENS)
+        if isinstance(speculation, DraftModelSpeculation):
+            drafter = load_draft_spec(speculation, spec, checkpoint)
+            layout = kv_layout(spec, dtype, BLOCK_TOKENS, drafter[1])
+        elif isinstance(speculation, Eagle3Speculation):
+            head = load_head_spec(speculation, spec)
+            layer = head[1].layer
+            reads = layer.hidden_size
+            layout = kv_layout(spec, dtype, BLOCK_TOKENS, layer, drafter_reads=reads)
         limits = EngineLimits(
             max_num_seqs=8,
             max_num_batched_tokens=budget,
@@ -94,7 +99,17 @@ class WholeEngine:
         )
         self._grammars = grammars
         apart = deterministic and not isinstance(kernels, BatchInvariant)
-        self.drafter = None if drafter is None else self._load_drafter(decoder, *drafter, apart)
+        self.drafter: DraftModel | Eagle3Drafter | None = None
+        if drafter is not None:
+            self.drafter = self._load_drafter(decoder, *drafter, apart)
+        elif head is not None:
+            self.drafter = Eagle3Drafter(
+                load_eagle3(*head, decoder, fixed_rows=deterministic),
+                self.arena,
+                num_model_layers=spec.num_layers,
+                eos_token_ids=spec.eos_token_ids,
+                one_by_one=apart,
+            )
         self.runner = ModelRunner(decoder, self.arena, drafter=self.drafter, one_by_one=apart)
         self.events: list[Event] = []
 
@@ -109,7 +124,7 @@ class WholeEngine:
             head_dim=spec.head_dim,
         )
         return DraftModel(
-            load_decoder(path, spec, target.dtype, CPU, fixed_rows=True),
+            load_decoder(path, spec, target.dtype, CPU, kernels=target.kernels, fixed_rows=True),
             self.arena,
             pages,
             eos_token_ids=target.spec.eos_token_ids,

@@ -11,6 +11,7 @@ def outcome(tok_s: float = 1.0, tpot_ms: float = 1.0, ttft_ms: float = 1.0) -> O
         ttft_p99_ms=ttft_ms,
         tpot_ms=tpot_ms,
         tpot_p99_ms=2 * tpot_ms,
+        itl_p99_ms=3 * tpot_ms,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.baton_engine.tiny_models import make_model
+from tests.baton_engine.tiny_models import make_eagle3_head, make_model
 from tests.e2e.served import serve
 
 pytestmark = pytest.mark.alone
@@ -29,20 +29,23 @@ ASKED: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("by", ["ngram", "draft_model"])
+@pytest.mark.parametrize("by", ["ngram", "draft_model", "eagle3"])
 def test_a_pair_that_guesses_answers_as_a_worker_that_does_not(tmp_path: Path, by: str) -> None:
-    model = make_model(tmp_path / "llama", "llama")
+    model = make_model(tmp_path / "llama", "llama", num_layers=3)
     with serve(str(model), *HYBRID, *COMMON) as cluster, cluster.client() as http:
         plain = [_choices(http, fields) for fields in ASKED]
         # A text ends in the middle of what a step confirms.
         text = plain[0][0]["text"]
         stops = [{"temperature": 0, "stop": [text[at : at + 3]]} | FEW for at in (9, 14, 20)]
         plain += [_choices(http, fields) for fields in stops]
-    drafter = make_model(
-        tmp_path / "drafter", "llama", seed=0, num_layers=1, num_kv_heads=1, num_heads=2
-    )
-    by_model = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 3}
-    config = json.dumps(by_model) if by == "draft_model" else DRAFTS
+    config = DRAFTS
+    if by != "ngram":
+        drafter = tmp_path / "drafter"
+        if by == "eagle3":
+            make_eagle3_head(drafter)
+        else:
+            make_model(drafter, "llama", num_layers=1, num_kv_heads=1, num_heads=2)
+        config = json.dumps({"method": by, "model": str(drafter), "num_speculative_tokens": 3})
     guessing = ("--speculative-config", config)
     port = _two_free_ports()
     with (

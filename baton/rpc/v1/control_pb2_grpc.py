@@ -55,6 +55,11 @@ class ControlStub:
                 request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.SetRoleReply.FromString,
                 _registered_method=True)
+        self.HoldPlanner = channel.unary_unary(
+                '/baton.rpc.v1.Control/HoldPlanner',
+                request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.HoldPlannerRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.HoldPlannerReply.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/baton.rpc.v1.Control/Explain',
                 request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.ExplainRequest.SerializeToString,
@@ -98,6 +103,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HoldPlanner(self, request, context):
+        """Have the planner change no roles, or go on. Routers only, and only the one that plans.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Explain(self, request, context):
         """Why one of the last requests was sent where it was. Routers only.
         """
@@ -135,6 +147,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.SetRoleRequest.FromString,
                     response_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.SetRoleReply.SerializeToString,
+            ),
+            'HoldPlanner': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldPlanner,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.HoldPlannerRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.HoldPlannerReply.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -255,6 +272,33 @@ class Control:
             '/baton.rpc.v1.Control/SetRole',
             baton_dot_rpc_dot_v1_dot_control__pb2.SetRoleRequest.SerializeToString,
             baton_dot_rpc_dot_v1_dot_control__pb2.SetRoleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldPlanner(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.rpc.v1.Control/HoldPlanner',
+            baton_dot_rpc_dot_v1_dot_control__pb2.HoldPlannerRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_control__pb2.HoldPlannerReply.FromString,
             options,
             channel_credentials,
             insecure,

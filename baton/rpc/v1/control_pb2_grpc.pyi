@@ -41,6 +41,8 @@ class ControlStub:
     """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
     answer. A router tells the worker that is named.
     """
+    HoldPlanner: _grpc.UnaryUnaryMultiCallable[_control_pb2.HoldPlannerRequest, _control_pb2.HoldPlannerReply]
+    """Have the planner change no roles, or go on. Routers only, and only the one that plans."""
     Explain: _grpc.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainReply]
     """Why one of the last requests was sent where it was. Routers only."""
     Story: _grpc.UnaryUnaryMultiCallable[_control_pb2.StoryRequest, _common_pb2.StoryReply]
@@ -60,6 +62,8 @@ class ControlAsyncStub(ControlStub):
     """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
     answer. A router tells the worker that is named.
     """
+    HoldPlanner: _aio.UnaryUnaryMultiCallable[_control_pb2.HoldPlannerRequest, _control_pb2.HoldPlannerReply]  # type: ignore[assignment]
+    """Have the planner change no roles, or go on. Routers only, and only the one that plans."""
     Explain: _aio.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainReply]  # type: ignore[assignment]
     """Why one of the last requests was sent where it was. Routers only."""
     Story: _aio.UnaryUnaryMultiCallable[_control_pb2.StoryRequest, _common_pb2.StoryReply]  # type: ignore[assignment]
@@ -100,6 +104,14 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
         answer. A router tells the worker that is named.
         """
+
+    @_abc_1.abstractmethod
+    def HoldPlanner(
+        self,
+        request: _control_pb2.HoldPlannerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.HoldPlannerReply, _abc.Awaitable[_control_pb2.HoldPlannerReply]]:
+        """Have the planner change no roles, or go on. Routers only, and only the one that plans."""
 
     @_abc_1.abstractmethod
     def Explain(

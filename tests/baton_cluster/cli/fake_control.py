@@ -48,6 +48,12 @@ class FakeControl(control_pb2_grpc.ControlServicer):
         role = common_pb2.ROLE_HYBRID if stays else request.role
         return control_pb2.SetRoleReply(role=role, changed=not stays, left=2 * stays)
 
+    def HoldPlanner(self, request, context):  # noqa: N802
+        """As a router whose planner can be held, and is not to go on."""
+        if not request.held:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another router plans")
+        return control_pb2.HoldPlannerReply()
+
     def Explain(self, request, context):  # noqa: N802
         return self._explained.get(request.request_id, control_pb2.ExplainReply())
 

@@ -118,6 +118,24 @@ async def test_an_operators_decision_stands():
     assert planned.workers.asked == []
 
 
+async def test_a_planner_that_is_held_does_nothing_until_it_may_go_on():
+    planned = Planned()
+    await planned.look(1)
+    assert planned.planning.hold(True, by="kim") == ""
+    await planned.look(60)
+    assert planned.workers.asked == []
+    assert planned.told().endswith("held by kim")
+    planned.planning.hold(False, by="kim")
+    await planned.look(60)
+    assert len(planned.workers.asked) == 1
+
+
+async def test_who_stands_by_cannot_be_held():
+    planned = Planned(election=Another())
+    await planned.look(1)
+    assert planned.planning.hold(True, by="kim") == "another router plans"
+
+
 async def test_who_was_not_elected_does_nothing():
     planned = Planned(election=Another())
     await planned.look(60)
