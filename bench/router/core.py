@@ -29,6 +29,7 @@ from router.http.account import RequestAccount
 from router.limits.local import LocalLimiter
 from router.limits.ports import GrantId
 from router.openai.completions import read_completion
+from router.parsing.output_format import OutputFormat
 from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
@@ -82,6 +83,7 @@ class RouterCore:
             RouterMetrics(CollectorRegistry(), "bench"),
             SamplingDefaults(),
             GrammarChecker(GrammarConfig(), (), CollectorRegistry()),
+            OutputFormat(tools=None, reasoning=None, marker_ids={}),
             timeout_s=config.request_timeout_s,
         )
         self._account = RequestAccount(
