@@ -15,6 +15,7 @@ from baton.rpc.hello import PROTOCOL_VERSION, identity_to_proto
 from baton.rpc.reports import blocks_to_proto
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
+from router.discovery.ports import Sighting
 from router.pool_watch import PoolWatch, WatchTiming, watching
 from router.routing.index import PrefixIndex
 from router.routing.table import fingerprints_of
@@ -179,3 +180,14 @@ async def test_a_node_of_another_version_is_not_used(node, world):
         await until(lambda: node.streams > 1)
         assert one.node is None
         assert world.depth() == 0
+
+
+async def test_a_node_that_discovery_names_is_watched_and_stays_as_long_as_it_answers(node, world):
+    async with watching([], world.view.pools, timing=TIMING) as watches:
+        assert watches.addresses() == ()
+        watches.follow([Sighting(address=node.address, source="test")])
+        await world.until(3)
+        assert watches.addresses() == (node.address,)
+        watches.follow([])
+        assert watches.addresses() == (node.address,)
+    assert len(world.view.pools) == 0

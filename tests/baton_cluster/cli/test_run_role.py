@@ -57,6 +57,15 @@ def test_a_check_says_what_would_be_started_and_starts_nothing(tmp_path, monkeyp
     assert not (tmp_path / "run").exists()
 
 
+def test_a_router_that_discovers_workers_needs_no_list_of_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", SECRET)
+    monkeypatch.setenv("BATON_CLUSTER_DISCOVERY", "dns")
+    monkeypatch.setenv("BATON_CLUSTER_WORKER_NAMES", "p.svc:7001,_grpc._tcp.d.svc")
+    assert main(["run", "router", "--check"]) == 0
+    said = capsys.readouterr().out
+    assert "workers those that DNS names (p.svc:7001 _grpc._tcp.d.svc)" in said
+
+
 @pytest.mark.parametrize("listen", ["0.0.0.0:7001", "[::]:7001"])
 def test_an_address_that_no_other_host_could_use_is_asked_for(listen):
     alone = Alone(role="decode", name="x", listen=listen)

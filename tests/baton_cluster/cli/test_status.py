@@ -66,6 +66,30 @@ def test_json_has_every_worker_with_its_load_as_numbers(router, capsys):
     assert (prefill["state"], prefill["prefix_hit_rate"]) == ("connecting", None)
 
 
+def test_what_is_asked_for_and_not_used_is_told_with_its_reason(home, capsys):
+    refused = control_pb2.WorkerStatus(
+        address="10.0.0.7:7001",
+        state="refused",
+        reason="model_fingerprint: another",
+        sighted_by="redis",
+        registered_as="decode decode-7@3f layout 51c0",
+        labels={"zone": "a"},
+    )
+    silent = control_pb2.WorkerStatus(address="10.0.0.8:7001", state="connecting")
+    reply = control_pb2.StatusReply(workers=[refused, silent], discovery_faults=["d:1: no answer"])
+    with answering(FakeControl(status=reply), home / "run") as runtime:
+        assert main(["status", "--runtime-dir", str(runtime.path)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert main(["status", "--json", "--runtime-dir", str(runtime.path)]) == 0
+        told = json.loads(capsys.readouterr().out)
+    assert (
+        "10.0.0.7:7001, sighted by redis as decode decode-7@3f layout 51c0 is refused: model_fingerprint: another"
+        " 10.0.0.8:7001 is connecting discovery: d:1: no answer"
+    ) in said
+    assert told["workers"][0]["labels"] == {"zone": "a"}
+    assert told["discovery_faults"] == ["d:1: no answer"]
+
+
 def test_the_table_shows_pages_and_hit_rate(router):
     status = asyncio.run(fetch(router.socket_address("router")))
     shown = Console(file=io.StringIO(), width=80)
