@@ -31,8 +31,8 @@ MAX_PROMPT_TOKENS = 2**21
 """Ends the parsing of absurd prompts early; the model's own limit is checked after it."""
 MAX_PROMPT_LOGPROBS = 2**17
 """Figures about one request's prompts: each token's, and those of the likeliest in its place."""
-MAX_BEAM_FIGURES = 2**17
-"""Tokens and figures about them of all texts that one beam search finds, which are told in one message."""
+MAX_BEAM_FIGURES = 2**14
+"""Tokens and figures about them of all texts that one beam search finds: told in one message, which takes the router 25 ms to read."""
 MAX_REPEATED = 2**21
 """Of prompts that are said again with each of several choices: their tokens, and figures about them, over all choices.
 """

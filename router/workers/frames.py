@@ -189,13 +189,18 @@ def _join_ends(
 ) -> list[Event]:
     """Marks the last token of each sample that ended; returns the ends that have no token in this frame."""
     tokenless: list[Event] = []
+    if not frame.finished:
+        return tokenless
+    lasts = {
+        (leg, token.sample): i for leg, drawn in by_leg.items() for i, token in enumerate(drawn)
+    }
     for end in frame.finished:
         reason = finish_from_proto(end.reason)
         if reason is None:
             raise ValueError(f"leg {end.leg_id}: a sample ended without a reason")
-        tokens = by_leg.get(end.leg_id, [])
-        last = max((i for i, t in enumerate(tokens) if t.sample == end.sample), default=None)
+        last = lasts.get((end.leg_id, end.sample))
         if last is not None:
+            tokens = by_leg[end.leg_id]
             tokens[last] = TokenSample(
                 sample=end.sample,
                 token=tokens[last].token,

@@ -75,6 +75,29 @@ def test_a_pair_draws_what_a_hybrid_worker_draws(tmp_path: Path) -> None:
         jsonschema_rs.validate(SCHEMA, json.loads(text))
 
 
+def test_a_form_changes_no_block_of_the_prompt(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "llama", "llama")
+    tools = "You may call these tools: " + json.dumps([SCHEMA] * 2)
+    with serve(str(model), *PAIR, *COMMON) as cluster, cluster.client() as http:
+
+        def reused(question: str, **fields: object) -> tuple[int, int]:
+            said = [{"role": "system", "content": tools}, {"role": "user", "content": question}]
+            body = {"messages": said, "max_tokens": 40, "temperature": 0} | fields
+            reply = http.post("/v1/chat/completions", json=_body(body))
+            assert reply.status_code == 200, reply.text
+            usage = reply.json()["usage"]
+            return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+        num_tokens, cached = reused("What is there?")
+        assert cached == 0
+        whole = (num_tokens - 1) // 16 * 16  # all of its blocks but the one of its last token
+        assert reused("What is there?", **OF_SCHEMA) == (num_tokens, whole)
+        assert reused("What is there?") == (num_tokens, whole)
+        # What comes first hits whatever comes after it, and whatever the form is.
+        _, cached = reused("And then? " * 9, structured_outputs={"regex": "[a-c]{2,9}"})
+        assert whole - 48 < cached <= whole
+
+
 def _body(fields: dict[str, Any]) -> dict[str, Any]:
     ends = {str(token): 4 for token in _LIKELY}
     asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 120}
