@@ -36,6 +36,8 @@ MAX_BEAM_FIGURES = 2**14
 MAX_REPEATED = 2**21
 """Of prompts that are said again with each of several choices: their tokens, and figures about them, over all choices.
 """
+MAX_ARGUMENTS_LENGTH = 262_144
+"""Of the calls in a conversation, in all: they are parsed on the event loop, in some 25 ms."""
 MAX_TOOLS = 128
 MAX_NAME_LENGTH = 1024
 MAX_METADATA = 16

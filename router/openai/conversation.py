@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
+from baton.errors import InvalidRequestError
 from router.http.fields import (
+    MAX_ARGUMENTS_LENGTH,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TEMPLATE_KWARGS,
@@ -34,14 +36,24 @@ class CalledFunction(BodyObject):
     """What an earlier answer called. `arguments` is the JSON of an object, as it was answered."""
 
     name: FunctionName
-    arguments: str
+    arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS_LENGTH)]
 
-    @field_validator("arguments")
-    @classmethod
-    def _check_object(cls, arguments: str) -> str:
-        if not isinstance(_parsed(arguments), dict):
-            raise refusal(None, "Not the JSON of an object.")
-        return arguments
+    def parsed(self) -> JsonValue:
+        """The object.
+
+        Raises:
+            InvalidRequestError: It is none.
+        """
+        try:
+            found: JsonValue = from_json(self.arguments or "{}", allow_inf_nan=False)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise InvalidRequestError(
+                f"messages: the arguments of a call of {self.name} are not the JSON of an object.",
+                param="messages",
+            )
+        return found
 
 
 class ToolCall(BodyObject):
@@ -53,17 +65,8 @@ class ToolCall(BodyObject):
 
     def for_template(self) -> dict[str, JsonValue]:
         """Templates write arguments themselves: they are given the object."""
-        function = {"name": self.function.name, "arguments": _parsed(self.function.arguments)}
+        function = {"name": self.function.name, "arguments": self.function.parsed()}
         return {"id": self.id, "type": "function", "function": function}
-
-
-def _parsed(arguments: str) -> JsonValue:
-    """The value; a text that is no JSON stays one."""
-    try:
-        found: JsonValue = from_json(arguments or "{}", allow_inf_nan=False)
-    except ValueError:
-        return arguments
-    return found
 
 
 class Message(BaseModel):
@@ -129,7 +132,12 @@ def conversation_of(
     add_special_tokens: bool,
     tools: Sequence[Mapping[str, JsonValue]] | None = None,
 ) -> Conversation:
-    """The conversation as a body with these fields means it."""
+    """The conversation as a body with these fields means it.
+
+    Raises:
+        InvalidRequestError: Its calls and their results do not fit together, or are too long.
+    """
+    _check_calls(messages, continue_last=bool(continue_last))
     return Conversation(
         messages=[message.for_template() for message in messages],
         add_generation_prompt=add_generation_prompt is not False,
@@ -140,21 +148,33 @@ def conversation_of(
     )
 
 
-def check_results(messages: Sequence[Message]) -> None:
-    """Refuses results of calls that nobody made.
+def _check_calls(messages: Sequence[Message], *, continue_last: bool) -> None:
+    """Refuses calls that are too long together, results of calls that nobody made, and a call that is to be continued.
 
     Raises:
-        PydanticCustomError: There is one; says which message.
+        InvalidRequestError: There is one; says which message.
     """
     called: set[str] = set()
+    length = 0
     for place, message in enumerate(messages):
         called.update(call.id for call in message.tool_calls or ())
-        if message.role == "tool" and called and message.tool_call_id not in called:
-            raise refusal(
-                "messages",
-                f"messages.{place}.tool_call_id: no earlier message has a call"
-                f" {(message.tool_call_id or '')[:100]!r}.",
+        length += sum(len(call.function.arguments) for call in message.tool_calls or ())
+        result = message.tool_call_id
+        if message.role == "tool" and result is not None and result not in called:
+            raise InvalidRequestError(
+                f"messages.{place}.tool_call_id: no earlier message has a call {result[:100]!r}.",
+                param="messages",
             )
+    if length > MAX_ARGUMENTS_LENGTH:
+        raise InvalidRequestError(
+            f"messages: the arguments of all calls have {length} characters, at most {MAX_ARGUMENTS_LENGTH} are taken.",
+            param="messages",
+        )
+    if continue_last and messages[-1].tool_calls:
+        raise InvalidRequestError(
+            "continue_final_message: not where the last message has calls.",
+            param="continue_final_message",
+        )
 
 
 TemplateArguments = Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_KWARGS)]

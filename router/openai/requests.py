@@ -30,7 +30,6 @@ from router.http.known_fields import Api
 from router.openai.conversation import (
     Messages,
     TemplateArguments,
-    check_results,
     check_template_arguments,
     conversation_of,
 )
@@ -273,7 +272,6 @@ class ChatCompletionRequest(GenerationBody):
             raise refusal("continue_final_message", "Not together with add_generation_prompt.")
         check_template_arguments(self.chat_template_kwargs)
         check_tools(self.tools, self.tool_choice)
-        check_results(self.messages)
         if self.callable_tools is not None and self.answer_form is not None:
             raise refusal(self.answer_form.param, "Not together with tools that may be called.")
         check_functions(self.functions, self.function_call)

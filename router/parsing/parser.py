@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeVar
 
+from pydantic_core import from_json
+
 from router.parsing.events import (
     ContentText,
     ParsedEvent,
@@ -237,7 +239,7 @@ class FamilyParser:
                 name = found
                 if known_only and name not in self._parameters:
                     return False
-            elif key in _ARGUMENT_KEYS and name and not begun and (yield from self._peek()) != '"':
+            elif key in _ARGUMENT_KEYS and name and not begun and (yield from self._peek()) == "{":
                 begun = True
                 self._begin_call(name)
                 if not (yield from self._read_value(self._tell_arguments)):
@@ -250,8 +252,11 @@ class FamilyParser:
         if not name:
             return False
         if not begun:
+            arguments = _as_object(held)
+            if arguments is None:
+                return False
             self._begin_call(name)
-            self._tell_arguments(_unquoted(held) or "{}")
+            self._tell_arguments(arguments)
         self._end_call()
         return True
 
@@ -299,12 +304,15 @@ class FamilyParser:
             return False
         self._begin_call(name.strip())
         types = _types(self._parameters.get(name.strip()))
-        opening = "{"
+        opening, told = "{", set[str]()
         while (yield from self._accept_after_blanks("<parameter=")):
             key = yield from self._read_until(">")
             value = yield from self._read_until("</parameter>")
             if key is None or value is None:
-                break
+                return True  # the call broke off within a parameter
+            if key in told:
+                continue
+            told.add(key)
             value = value.removeprefix("\n").removesuffix("\n")
             member = f"{json.dumps(key)}: {_typed(value, types.get(key))}"
             self._tell_arguments(opening + member)
@@ -320,8 +328,8 @@ class FamilyParser:
         if not _NAME.fullmatch(name.strip()) or (yield from self._peek()) != "{":
             return False
         self._begin_call(name.strip())
-        yield from self._read_value(self._tell_arguments)
-        self._end_call()
+        if (yield from self._read_value(self._tell_arguments)):
+            self._end_call()
         return True
 
     # Calls.
@@ -339,9 +347,7 @@ class FamilyParser:
         self._tell(ToolCallEnded, self._calls - 1, "")
 
     def _broken(self, *, begun: bool) -> bool:
-        """What was read is no call, or one that broke off."""
-        if begun:
-            self._end_call()
+        """What was read is no call, or one that broke off: it has no end."""
         return begun
 
     def _give_up(self) -> None:
@@ -413,7 +419,7 @@ class FamilyParser:
             if char == "\\":
                 read.append((yield from self._next()))
         try:
-            text = json.loads("".join(read) + '"', strict=False)
+            text = from_json("".join(read) + '"')
         except ValueError:
             return None
         return self._in_words(str(text))
@@ -472,14 +478,17 @@ def _overlap(text: str, mark: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
 
 
-def _unquoted(value: str) -> str:
-    """Arguments that were written as a string of JSON."""
+def _as_object(value: str) -> str | None:
+    """Arguments that came before their name, were written as a string of JSON, or left out; None for what is no object."""
+    if value in ("", "null"):
+        return "{}"
     if not value.startswith('"'):
-        return value
+        return value if value.startswith("{") else None
     try:
-        return str(json.loads(value, strict=False))
+        text = str(from_json(value)).strip()
+        return text if isinstance(from_json(text or "{}", allow_inf_nan=False), dict) else None
     except ValueError:
-        return value
+        return None
 
 
 def _types(parameters: object) -> Mapping[str, object]:
@@ -495,8 +504,8 @@ def _typed(value: str, kind: object) -> str:
     """A parameter's text as JSON: as it stands where the schema wants no string and it is JSON."""
     if kind is not None and kind != "string":
         try:
-            json.loads(value)
-        except ValueError:
+            from_json(value, allow_inf_nan=False)
+        except ValueError:  # also where it is nested too deeply
             return json.dumps(value, ensure_ascii=False)
         return value.strip()
     return json.dumps(value, ensure_ascii=False)

@@ -90,6 +90,8 @@ class ChatTemplate:
                 self._content_format == "auto" and _reads_parts_only(parsed(self._source))
             )
             self._template = _environment().from_string(self._source)
+        if "tool_calls" not in self._source and any(m.get("tool_calls") for m in messages):
+            raise ValueError("it does not know calls of tools")
         given = self._known_roles(messages)
         if continue_last:
             given[-1]["content"] += _CONTINUE

@@ -222,7 +222,10 @@ SAID = {"role": "assistant", "content": None, "tool_calls": [MADE]}
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "no tool f"),
         ({"tool_choice": "required"}, "tool_choice", "Needs tools"),
         ({"messages": [SAID, {"role": "tool", "tool_call_id": "c2", "content": "x"}]}, "messages", "c2"),
-        ({"messages": [SAID | {"tool_calls": [MADE | {"function": {"name": "f", "arguments": "[1]"}}]}]}, "tool_calls", "object"),
+        ({"messages": [SAID | {"tool_calls": [MADE | {"function": {"name": "f", "arguments": "[1]"}}]}]}, "messages", "object"),
+        ({"messages": [{"role": "tool", "tool_call_id": "c1", "content": "x"}]}, "messages", "c1"),
+        ({"messages": [SAID | {"tool_calls": [MADE | {"function": {"name": "f", "arguments": json.dumps({"a": "x" * 200_000})}}] * 2}]}, "messages", "262144"),
+        ({"messages": [SAID], "continue_final_message": True}, "continue_final_message", "calls"),
         ({"messages": [SAID | {"role": "user", "content": "x"}]}, "tool_calls", "assistant"),
         ({"tools": [NOW], "response_format": {"type": "json_object"}}, "response_format", "Not together"),
         ({"functions": [{"name": "f"}]}, "functions", "as tools"),
@@ -253,6 +256,15 @@ async def test_a_model_whose_calls_are_not_known_is_given_no_tools() -> None:
         served.says(call("now"))
         choice = (await served.chat(tools=[NOW])).json()["choices"][0]
         assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_a_template_that_writes_no_calls_is_given_none() -> None:
+    async with serve() as served:
+        served.says("x")
+        error = (await served.chat(messages=[SAID, {"role": "user", "content": "go on"}])).json()[
+            "error"
+        ]
+        assert "does not know calls of tools" in error["message"]
 
 
 async def test_calls_that_cannot_be_required_are_refused() -> None:

@@ -31,7 +31,7 @@ TOOLS = (
         name="pick",
         parameters={
             "type": "object",
-            "properties": {"s": {"enum": ["x", 'y"']}, "n": {"type": "array", "items": {"type": "number"}, "maxItems": 2}},
+            "properties": {"s": {"enum": ["x", 'y"']}, "n": {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 2}},
             "required": ["s"],
             "additionalProperties": False,
         },

@@ -15,6 +15,7 @@ from router.parsing.events import (
     ReasoningText,
     ToolCallArguments,
     ToolCallBegun,
+    ToolCallEnded,
 )
 from router.parsing.families import REASONING_FAMILIES, TOOL_FAMILIES
 from router.parsing.output_format import OutputFormat, ToolSchema
@@ -233,6 +234,36 @@ def test_a_call_that_breaks_off_has_what_there_was_of_it() -> None:
     made = output_format("hermes", None, as_tokens=False)
     found = parsed(made, '<tool_call>{"name": "now", "arguments": {"city": "Par')
     assert found.calls == [("now", '{"city": "Par')]
+
+
+@pytest.mark.parametrize("value", ["5", '"hi"', "[1]", '"{\\ud800}"', '"[1]"'])
+def test_arguments_that_are_no_object_make_no_call(value: str) -> None:
+    made = output_format("hermes", None, as_tokens=False)
+    text = f'<tool_call>{{"name": "now", "arguments": {value}}}</tool_call>'
+    assert not parsed(made, text).calls
+    assert '"now"' in parsed(made, text).content
+
+
+def test_only_a_call_that_is_whole_has_an_end() -> None:
+    for family, text in (
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1'),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"),
+        ("qwen3_coder", "<tool_call><function=now><parameter=a>[1"),
+    ):
+        parser = output_format(family, None, as_tokens=False).parser(TOOLS, in_reasoning=False)
+        events = [*parser.push_text(text), *parser.finish()]
+        assert any(isinstance(event, ToolCallBegun) for event in events)
+        assert not any(isinstance(event, ToolCallEnded) for event in events)
+
+
+@pytest.mark.parametrize("value", ["[" * 100_000, "NaN"])
+def test_parameters_that_are_no_json_are_texts(value: str) -> None:
+    made = output_format("qwen3_coder", None, as_tokens=False)
+    text = (
+        "<tool_call><function=get_weather><parameter=days>"
+        f"{value}</parameter><parameter=days>1</parameter></function></tool_call>"
+    )
+    assert parsed(made, text).arguments() == [{"days": value}]
 
 
 def test_text_that_merely_spells_a_mark_is_text_where_marks_are_tokens() -> None:
