@@ -103,7 +103,7 @@ class Bare:
 
     def flush(self) -> None:
         at = ("-h", self.hosts.address("r"))
-        subprocess.run(["redis-cli", *at, "flushall"], check=True, capture_output=True)
+        subprocess.run(["redis-cli", *at, "flushall"], check=True, capture_output=True, timeout=30)
 
     def status(self) -> StatusReport | None:
         try:

@@ -241,7 +241,9 @@ def test_workers_that_register_in_redis_come_go_and_move_without_a_request_faili
 
 
 def flush(redis: RealRedis) -> None:
-    subprocess.run(["redis-cli", "-u", redis.url, "flushall"], check=True, capture_output=True)
+    subprocess.run(
+        ["redis-cli", "-u", redis.url, "flushall"], check=True, capture_output=True, timeout=30
+    )
 
 
 def test_a_worker_of_another_model_or_cluster_is_refused_by_field_and_the_others_serve():

@@ -25,7 +25,11 @@ sys.stdout.buffer.write(Path("/proc/self/cmdline").read_bytes())
 def test_other_arguments_are_shown_in_place_of_those_that_it_was_started_with(shown, kept):
     arguments = ("-c", CODE, "standby", "--name", "a-name-that-is-long")
     told = subprocess.run(
-        [sys.executable, *arguments], env={"SHOWN": shown}, capture_output=True, check=True
+        [sys.executable, *arguments],
+        env={"SHOWN": shown},
+        capture_output=True,
+        check=True,
+        timeout=30,
     ).stdout
     command, *rest = told.rstrip(b"\0").split(b"\0")
     assert command.decode() == sys.executable
