@@ -26,7 +26,7 @@ from router.openai.replies import (
     CalledFunction,
     ChatChoice,
     ChatCompletion,
-    FinishWord,
+    ChatFinishWord,
     MessageToolCall,
     usage_of,
 )
@@ -166,7 +166,7 @@ class ChatWriter:
     def _call_id(self, choice: int, call: int) -> str:
         return self._calls.setdefault((choice, call), f"call_{secrets.token_hex(12)}")
 
-    def _finish_word(self, delta: Delta) -> FinishWord:
+    def _finish_word(self, delta: Delta) -> ChatFinishWord:
         """`tool_calls` where the model stopped after it had called something."""
         assert delta.finish is not None
         called = (delta.index, 0) in self._calls

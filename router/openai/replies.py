@@ -12,7 +12,8 @@ from pydantic import BaseModel, Field
 from router.generation.generation_run import GenerationRun
 from router.ports import Timing
 
-FinishWord = Literal["stop", "length", "abort", "tool_calls"]
+FinishWord = Literal["stop", "length", "abort"]
+ChatFinishWord = Literal["stop", "length", "abort", "tool_calls"]
 
 
 def _is_none(value: object) -> bool:
@@ -131,7 +132,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishWord
+    finish_reason: ChatFinishWord
     token_ids: TokenIds = None
 
 
@@ -182,7 +183,7 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishWord | None
+    finish_reason: ChatFinishWord | None
     token_ids: TokenIds = None
 
 

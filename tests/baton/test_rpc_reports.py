@@ -10,7 +10,8 @@ from baton.rpc.reports import failure_from_proto, failure_to_proto, load_from_pr
 def test_a_load_report_with_every_field_set() -> None:
     names = WorkerLoad.__dataclass_fields__
     fields: dict[str, Any] = {name: i for i, name in enumerate(names, start=1)}
-    load = WorkerLoad(**fields | {"draining": True, "pool_node": "pool-0", "drained_by": "kim"})
+    fields |= {"draining": True, "changing_role": True}
+    load = WorkerLoad(**fields | {"pool_node": "pool-0", "drained_by": "kim"})
     assert load_from_proto(load_to_proto(load)) == load
 
 

@@ -496,8 +496,12 @@ async def test_paths_and_models_that_clients_invent_make_no_metric_labels():
 async def test_reasons_for_an_end_are_all_words_that_clients_are_told_of():
     async with serve() as served:
         schemas = (await served.http.get("/openapi.json")).json()["components"]["schemas"]
-        words = schemas["ChatChoice"]["properties"]["finish_reason"]["enum"]
-        assert set(words) == {reason.value for reason in FinishReason}
+        reasons = {reason.value for reason in FinishReason}
+        for reply, words in (
+            ("ChatChoice", {*reasons, "tool_calls"}),
+            ("CompletionChoice", reasons),
+        ):
+            assert set(schemas[reply]["properties"]["finish_reason"]["enum"]) == words
 
 
 async def test_a_served_model_without_room_is_not_a_crash():
