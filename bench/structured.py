@@ -28,6 +28,7 @@ from baton.config.schema import EngineConfig, GrammarConfig, ModelConfig
 from baton.errors import BatonError
 from baton.generation import Prompt, SamplingParams
 from baton.ids import SeqId
+from baton_cluster.call_in_thread import call_in_thread
 from baton_engine.messages import Generate, StepEvents
 from bench.harness.report import Report
 from bench.harness.shapes import SHAPES, write_model
@@ -246,7 +247,7 @@ def measure(directory: Path, rounds: int, tell: Callable[[str], None]) -> dict[s
         "mask_us_p99": 1e6 * quantiles(mask_s, n=100)[98],
     }
     tell(f"compiled: {figures}")
-    built = _build(directory)
+    built = asyncio.run(call_in_thread(_build, directory))
     try:
         engine = Timed(built)
         figures |= _first_tokens(engine, grammars, figures["check_ms_p50"])
@@ -304,7 +305,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=11)
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as directory:
-        write_model(replace(SHAPES[arguments.shape], vocab=VOCABULARY), Path(directory))
+        shape = replace(SHAPES[arguments.shape], vocab=VOCABULARY)
+        asyncio.run(call_in_thread(write_model, shape, Path(directory)))
         write_tokenizer(Path(directory), VOCABULARY)
         figures = measure(Path(directory), arguments.rounds, lambda told: print(told, flush=True))
     settings = {"shape": arguments.shape, "rounds": arguments.rounds, "vocabulary": VOCABULARY}
