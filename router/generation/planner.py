@@ -252,6 +252,7 @@ def _form_behind(
             calls=output_format.calls_lark(
                 tools.tools, parallel=tools.parallel, schema=CALL_SCHEMA
             ),
+            call_schemas=tuple(output_format.call_schemas(tools.tools)),
         )
     elif form is None and most is not None:
         form = AnswerForm(kind="text", value=output_format.any_lark(), param=body.thinking_field)

@@ -16,6 +16,7 @@ class CallShape(Enum):
     FENCED = "the word function, a mark, the name, and the arguments in a fence of Markdown"
     NAMED = "the name, a mark, and the arguments"
     TAGGED = "tags that name the function and each parameter"
+    PYTHON = "a list of calls as Python writes them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +26,11 @@ class ToolFamily:
     Attributes:
         name: As in `--tool-call-parser`.
         shape: Of one call.
-        begin: The mark before a call.
+        begin: The mark before a call; empty where there is none.
         end: The mark behind it; empty where there is none.
         section: The marks around all calls; empty where there are none.
         separator: The mark, or text, between a name and its arguments.
+        call_id: The mark before a call's id, which stands before the separator; empty where calls have none.
         between: What is written between two calls.
         arguments: The key of the arguments, as models of the family write it.
         bare: Calls may stand without their mark, at the beginning of the output and as all of it.
@@ -36,10 +38,11 @@ class ToolFamily:
 
     name: str
     shape: CallShape
-    begin: str
+    begin: str = ""
     end: str = ""
     section: tuple[str, str] = ("", "")
     separator: str = ""
+    call_id: str = ""
     between: str = ""
     arguments: str = "arguments"
     bare: bool = False
@@ -47,7 +50,7 @@ class ToolFamily:
     @property
     def marks(self) -> tuple[str, ...]:
         """All that may be single tokens."""
-        given = (self.begin, self.end, *self.section, self.separator)
+        given = (self.begin, self.end, *self.section, self.call_id, self.separator)
         return tuple(dict.fromkeys(mark for mark in given if mark))
 
 
@@ -81,7 +84,11 @@ _LLAMA3_JSON = ToolFamily(
     bare=True,
 )
 _MISTRAL = ToolFamily(
-    name="mistral", shape=CallShape.OBJECTS, begin="[TOOL_CALLS]", separator="[ARGS]"
+    name="mistral",
+    shape=CallShape.OBJECTS,
+    begin="[TOOL_CALLS]",
+    separator="[ARGS]",
+    call_id="[CALL_ID]",
 )
 _DEEPSEEK_V3 = ToolFamily(
     name="deepseek_v3",
@@ -100,10 +107,22 @@ _DEEPSEEK_V31 = ToolFamily(
     section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     separator="<｜tool▁sep｜>",
 )
+_PYTHONIC = ToolFamily(name="pythonic", shape=CallShape.PYTHON, between=", ", bare=True)
+_LLAMA4_PYTHONIC = ToolFamily(
+    name="llama4_pythonic",
+    shape=CallShape.PYTHON,
+    begin="<|python_start|>",
+    end="<|python_end|>",
+    between=", ",
+    bare=True,
+)
 
 TOOL_FAMILIES = {
     family.name: family
-    for family in (_HERMES, _QWEN3_CODER, _LLAMA3_JSON, _MISTRAL, _DEEPSEEK_V3, _DEEPSEEK_V31)
+    for family in (
+        *(_HERMES, _QWEN3_CODER, _LLAMA3_JSON, _MISTRAL, _DEEPSEEK_V3, _DEEPSEEK_V31),
+        *(_PYTHONIC, _LLAMA4_PYTHONIC),
+    )
 }
 
 REASONING_FAMILIES = {
@@ -124,6 +143,8 @@ def tool_family_of(template: str) -> ToolFamily | None:
         return _DEEPSEEK_V3 if "```json" in template else _DEEPSEEK_V31
     if "[TOOL_CALLS]" in template:
         return _MISTRAL
+    if "[func_name1(" in template:  # how the prompt of these models shows calls
+        return _LLAMA4_PYTHONIC if "<|header_start|>" in template else _PYTHONIC
     if '"parameters": ' in template and "<|start_header_id|>" in template:
         return _LLAMA3_JSON
     return None

@@ -19,6 +19,7 @@ from router.parsing.families import (
     tool_family_of,
 )
 from router.parsing.parser import FamilyParser
+from router.parsing.python_calls import KeywordArgument, arguments_rules, keyword_arguments
 
 Family = TypeVar("Family")
 AUTO, NONE = "auto", "none"
@@ -73,23 +74,34 @@ class OutputFormat:
         """Whether the model can be held to calls by a grammar."""
         return self.tools is not None and self.tools.shape is not CallShape.TAGGED
 
+    def call_schemas(self, tools: Sequence[ToolSchema]) -> list[JsonObject]:
+        """The JSON schemas of these tools' arguments, in the order in which `calls_lark` names them."""
+        found: list[JsonObject] = []
+        for tool in tools:
+            keywords = self._keywords(tool)
+            found += [tool.parameters] if keywords is None else [one.schema for one in keywords]
+        return found
+
     def calls_lark(self, tools: Sequence[ToolSchema], *, parallel: bool, schema: str) -> str:
         """Rules of llguidance's Lark for one call or more of these tools, as the family writes them; they begin at `calls`.
 
         Args:
             tools: At least one.
             parallel: There may be several calls.
-            schema: Stands in the place of each tool's JSON schema.
+            schema: Stands in the place of each JSON schema.
         """
         family = self.tools
         assert family is not None
-        rules = [f"arguments_{place}: %json {schema}" for place in range(len(tools))]
+        rules: list[str] = []
         kinds = " | ".join(f"call_{place}" for place in range(len(tools)))
-        begin, end = self._mark(family.begin), self._mark(family.end) if family.end else ""
+        begin, end = (self._mark(mark) if mark else "" for mark in (family.begin, family.end))
         opening = closing = ""
         more = f"{_text(family.between)} call" if family.between else "call"
         for place, tool in enumerate(tools):
             name, arguments = json.dumps(tool.name), f"arguments_{place}"
+            keywords = self._keywords(tool)
+            if keywords is None:
+                rules.append(f"{arguments}: %json {schema}")
             member = f'{{"name": {name}, "{family.arguments}": '
             match family.shape:
                 case CallShape.OBJECT if family.bare:
@@ -107,6 +119,14 @@ class OutputFormat:
                 case CallShape.NAMED:
                     named = f"{_text(tool.name)} {self._mark(family.separator)}"
                     body = f"{begin} {named} {arguments} {end}"
+                case CallShape.PYTHON:
+                    opening, closing = f"{begin} {_text('[')}", f"{_text(']')} {end}"
+                    if keywords is None:
+                        body = f"{_text(tool.name + '(**')} {arguments} {_text(')')}"
+                    else:
+                        written, others = arguments_rules(str(place), keywords, schema)
+                        rules += others
+                        body = f"{_text(tool.name + '(')} {written} {_text(')')}"
                 case CallShape.TAGGED:
                     raise AssertionError("not held to a grammar")
             rules.append(f"call_{place}: {body}")
@@ -114,6 +134,11 @@ class OutputFormat:
             opening, closing = map(self._mark, family.section)
         repeated = f"({more})*" if parallel else ""
         return "\n".join([f"calls: {opening} call {repeated} {closing}", f"call: {kinds}", *rules])
+
+    def _keywords(self, tool: ToolSchema) -> list[KeywordArgument] | None:
+        """The arguments of a tool where they are written one by one; None where they are one object."""
+        written = self.tools is not None and self.tools.shape is CallShape.PYTHON
+        return keyword_arguments(tool.parameters) if written else None
 
     def any_lark(self) -> str:
         """What holds an answer to nothing: text, and marks that are tokens."""

@@ -28,6 +28,35 @@ TOOLS = (
         },
     ),
     ToolSchema(
+        name="walk",
+        parameters={
+            "$ref": "#/$defs/walk",
+            "$defs": {
+                "walk": {
+                    "type": "object",
+                    "properties": {"to": {"$ref": "#/$defs/place"}},
+                    "required": ["to"],
+                    "additionalProperties": False,
+                },
+                "place": {"enum": ["here", "there"]},
+            },
+        },
+    ),
+    ToolSchema(
+        name="run",
+        parameters={
+            "type": "object",
+            "properties": {
+                "fast": {"type": "boolean"},
+                "far": {"type": "integer", "minimum": 0, "maximum": 99},
+                "to": {"$ref": "#/$defs/place"},
+                "via": {"type": "array", "items": {"$ref": "#/$defs/place"}, "maxItems": 2},
+            },
+            "required": ["far"],
+            "$defs": {"place": {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"], "additionalProperties": False}},
+        },
+    ),
+    ToolSchema(
         name="pick",
         parameters={
             "type": "object",
@@ -95,6 +124,7 @@ def test_whatever_the_grammar_of_calls_allows_is_calls(family: str, as_tokens: b
         value={tool.name: tool.parameters for tool in TOOLS},
         param="tools",
         calls=made.calls_lark(TOOLS, parallel=True, schema=CALL_SCHEMA),
+        call_schemas=tuple(made.call_schemas(TOOLS)),
     )
     grammar = grammar_of(form, ()).text
     schemas = {tool.name: tool.parameters for tool in TOOLS}
@@ -140,6 +170,8 @@ def test_reasoning_ends_after_its_tokens_and_the_answer_follows(
         ("<｜tool▁call▁begin｜> ```json </think>", "deepseek_v3", "deepseek_r1"),
         ("<｜tool▁call▁begin｜>", "deepseek_v31", None),
         ('<|start_header_id|> {"name": "f", "parameters": {}}', "llama3_json", None),
+        ("<|start_header_id|> [func_name1(params_name1=params_value1)]", "pythonic", None),
+        ("<|header_start|> [func_name1(params_name1=params_value1)]", "llama4_pythonic", None),
         ("plain", None, None),
         (None, None, None),
     ],

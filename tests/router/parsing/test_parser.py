@@ -134,6 +134,8 @@ TWO = (("get_weather", PARIS), ("get_weather", {"city": "Oslo", "days": 3}))
 LLAMA = "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in TWO)
 MISTRAL = "[TOOL_CALLS]" + json.dumps([{"name": n, "arguments": a} for n, a in TWO])
 MISTRAL_NAMED = "".join(f"[TOOL_CALLS]{n}[ARGS]{json.dumps(a)}" for n, a in TWO)
+MISTRAL_IDS = "".join(f"[TOOL_CALLS]{n}[CALL_ID]a1B2c3D4e[ARGS]{json.dumps(a)}" for n, a in TWO)
+PYTHONIC = "[" + ", ".join(f"{n}(city={a['city']!r}, days={a['days']})" for n, a in TWO) + "]"
 OUTPUTS = {
     "hermes": ("hermes", hermes(*TWO)),
     "hermes after text": ("hermes", "I look it up.\n\n" + hermes(*TWO) + "\n"),
@@ -142,7 +144,26 @@ OUTPUTS = {
     "llama3_json marked": ("llama3_json", "<|python_tag|>" + LLAMA),
     "mistral": ("mistral", MISTRAL),
     "mistral by name": ("mistral", MISTRAL_NAMED),
+    "mistral with ids": ("mistral", MISTRAL_IDS),
+    "mistral without marks": ("mistral", MISTRAL_NAMED.replace("[ARGS]", "")),
+    "pythonic": ("pythonic", PYTHONIC),
+    "pythonic in lines": ("pythonic", " " + PYTHONIC.replace("(", "(\n  ").replace(")", ",\n)")),
+    "llama4_pythonic": ("llama4_pythonic", PYTHONIC),
+    "llama4_pythonic marked": (
+        "llama4_pythonic",
+        f"<|python_start|>{PYTHONIC}<|python_end|>",
+    ),
     "deepseek_v3": ("deepseek_v3", deepseek_v3(*TWO)),
+    "deepseek_v3 without section": (
+        "deepseek_v3",
+        deepseek_v3(*TWO)
+        .removeprefix("<｜tool▁calls▁begin｜>")
+        .removesuffix("<｜tool▁calls▁end｜>"),
+    ),
+    "deepseek_v31 without section": (
+        "deepseek_v31",
+        "Well. " + deepseek_v31(*TWO).removeprefix("<｜tool▁calls▁begin｜>"),
+    ),
     "deepseek_v31": ("deepseek_v31", "Well. " + deepseek_v31(*TWO)),
 }
 CUTS = st.lists(st.integers(0, 400), max_size=60)
@@ -178,6 +199,83 @@ def test_every_single_cut_gives_the_same(output: str) -> None:
 def test_what_is_no_call_is_cut_as_one_likes_too(family: str, text: str, cuts: list[int]) -> None:
     made = output_format(family, "qwen3", as_tokens=False)
     assert parsed(made, text, cuts) == parsed(made, text)
+
+
+PIECES = st.sampled_from(
+    [
+        *"[](){}<>\"'\\,:=;* \n",
+        *("now", "get_weather", "city", "name", "arguments", "x", "-1.5e3", "\\u", "d83d", "null"),
+        *('{"name": "now", "arguments": {', "[now(", "[now(x=", "<function=now>", "<parameter=x>"),
+        *("\n```json\n", "function", "<think>", "</think>", "**{", '"' * 3, "True"),
+    ]
+)
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+@given(data=st.data())
+def test_whatever_a_model_writes_is_taken_apart_the_same_way(
+    family: str, as_tokens: bool, data: st.DataObject
+) -> None:
+    marks = TOOL_FAMILIES[family].marks
+    pieces = st.one_of(PIECES, st.sampled_from(marks)) if marks else PIECES
+    text = "".join(data.draw(st.lists(pieces, max_size=30)))
+    made = output_format(family, "qwen3", as_tokens=as_tokens)
+    assert parsed(made, text, data.draw(CUTS)) == parsed(made, text)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("'it\\'s \"so\"'", 'it\'s "so"'),
+        ('"a\\n\\x41\\u00e9\\U0001f600\\d"', "a\nA\u00e9\U0001f600\\d"),
+        ('"\\ud83d\\ude00"', "\U0001f600"),
+        ('"\\udc80 \\ud83dx"', "\ufffd \ufffdx"),
+        ("''", ""),
+        ('"""a "b"\nc"""', 'a "b"\nc'),
+        ("True", True),
+        ("false", False),
+        ("None", None),
+        ("-3", -3),
+        ("1_000", 1000),
+        ("0x1f", 31),
+        ("+.5", 0.5),
+        ("1e3", 1000.0),
+        ("[1, [], 'a',]", [1, [], "a"]),
+        ("(1, 2)", [1, 2]),
+        ("{'a': {'b': [None]}, \"c\": 1}", {"a": {"b": [None]}, "c": 1}),
+        ("[" * 60 + "]" * 60, json.loads("[" * 60 + "]" * 60)),
+    ],
+)
+def test_literals_of_python_become_json(written: str, value: object) -> None:
+    made = output_format("pythonic", None, as_tokens=False)
+    text = f"[get_weather(city={written})]"
+    found = parsed(made, text)
+    assert found.arguments() == [{"city": value}]
+    assert parsed(made, text, range(len(text))) == found
+    assert parsed(made, f"[get_weather(**{{'city': {written}}})]").arguments() == [{"city": value}]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *("Paris", "1 + 1", "'a", "[1}", "{1: 2}", "{'a'}", "inf", "[" * 100_000, "9" * 10_000),
+        *("1, city=2", "'a' 'b'", "", "{**x}"),
+    ],
+)
+def test_what_is_no_literal_breaks_a_call_off(written: str) -> None:
+    parser = output_format("pythonic", None, as_tokens=False).parser(TOOLS, in_reasoning=False)
+    events = [*parser.push_text(f"[get_weather(city={written})] and more"), *parser.finish()]
+    assert any(isinstance(event, ToolCallBegun) for event in events)
+    assert not any(isinstance(event, ToolCallEnded) for event in events)
+
+
+@pytest.mark.parametrize("value", ['{"a": [1}', '{"a": 1]', '[{"a": 1]'])
+def test_a_bracket_that_another_kind_closes_breaks_a_call_off(value: str) -> None:
+    parser = output_format("hermes", None, as_tokens=False).parser(TOOLS, in_reasoning=False)
+    text = f'<tool_call>{{"name": "now", "arguments": {value}, "x": {{}}}}</tool_call>'
+    events = [*parser.push_text(text), *parser.finish()]
+    assert not any(isinstance(event, ToolCallEnded) for event in events)
 
 
 @given(cuts=CUTS)
@@ -223,6 +321,14 @@ def test_text_between_and_behind_calls_is_content() -> None:
         ("mistral", "[TOOL_CALLS] but none"),
         ("deepseek_v3", "<｜tool▁calls▁begin｜>nothing"),
         ("qwen3_coder", "<tool_call>\nno function"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>" + "x" * 1000),
+        ("mistral", "[TOOL_CALLS]now[CALL_ID]" + "x" * 1000),
+        ("pythonic", "[1, 2, 3]"),
+        ("pythonic", "[now] is a list"),
+        ("pythonic", "[nobody(x=1)]"),
+        ("pythonic", "[get_weather('Paris')]"),
+        ("pythonic", "see [now()]"),
+        ("llama4_pythonic", "<|python_start|>print(1)<|python_end|>"),
     ],
 )
 def test_what_begins_like_a_call_and_is_none_is_content(family: str, text: str) -> None:
