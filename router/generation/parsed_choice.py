@@ -3,7 +3,7 @@
 from collections import deque
 
 from router.generation.generation_run import Delta, Mark
-from router.parsing.events import OutputParser, ParsedEvent
+from router.parsing.events import OutputParser, ParsedEvent, TextKind
 
 
 class ParsedChoice:
@@ -18,6 +18,17 @@ class ParsedChoice:
         self._marks: deque[Mark] = deque()
         self._rest = ""
         self._at = 0
+
+    def plain_kind(self, delta: Delta) -> TextKind | None:
+        """What all of a delta in the middle of a text is, where that is certain without reading it; then it counts as pushed. None where it has to be
+        pushed.
+        """
+        if self._rest or self._marks or (delta.marks and self._parser.marker_ids) or not delta.text:
+            return None
+        kind = self._parser.plain_kind(delta.text)
+        if kind is not None:
+            self._at += len(delta.text)
+        return kind
 
     def push(self, delta: Delta) -> list[ParsedEvent]:
         """What it says besides. Part of a mark waits for the rest of it."""
