@@ -192,6 +192,7 @@ class RequestPlanner:
             model,
             prompt_tokens=len(tokens),
             bad_words=bad_words,
+            stop_ids=self._output_format.stop_ids if body.tells_reasoning else (),
             grammar=context.grammar,
         )
         packed = PackedTokens.of(tokens)
@@ -258,12 +259,13 @@ def _form_behind(
         form = AnswerForm(kind="text", value=output_format.any_lark(), param=body.thinking_field)
     elif form is None or not body.tells_reasoning:
         return None
-    if output_format.reasoning is None:
+    if output_format.reasoning is None and not output_format.is_harmony:
         return form if form.kind == "calls" else None
+    header = output_format.is_harmony and form.kind not in ("calls", "text")
     return replace(
         form,
-        reasoning=output_format.reasoning_lark(most, in_reasoning=in_reasoning),
-        must_reason=in_reasoning,
+        reasoning=output_format.reasoning_lark(most, in_reasoning=in_reasoning, before_text=header),
+        must_reason=in_reasoning or header,
     )
 
 

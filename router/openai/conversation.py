@@ -131,6 +131,8 @@ class Message(BaseModel):
             "tool_call_id": self.tool_call_id,
             "tool_calls": calls or None,
             "reasoning_content": reasoning or None,
+            # gpt-oss's name for it; its template refuses a message with calls that has both.
+            "thinking": None if calls and self.text else reasoning or None,
         }
         given = {key: value for key, value in optional.items() if value is not None}
         return {"role": self.role, "content": self.text, **given}

@@ -17,6 +17,15 @@ class CallShape(Enum):
     NAMED = "the name, a mark, and the arguments"
     TAGGED = "tags that name the function and each parameter"
     PYTHON = "a list of calls as Python writes them"
+    MESSAGE = "a message of Harmony"
+
+
+HARMONY_MARKS = (
+    *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+    *("<|end|>", "<|call|>", "<|return|>"),
+)
+"""Of gpt-oss, whose output is messages (`router.parsing.harmony`)."""
+MESSAGE_ENDS = HARMONY_MARKS[-3:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +59,8 @@ class ToolFamily:
     @property
     def marks(self) -> tuple[str, ...]:
         """All that may be single tokens."""
+        if self.shape is CallShape.MESSAGE:
+            return HARMONY_MARKS
         given = (self.begin, self.end, *self.section, self.call_id, self.separator)
         return tuple(dict.fromkeys(mark for mark in given if mark))
 
@@ -60,13 +71,25 @@ class ReasoningFamily:
 
     Attributes:
         name: As in `--reasoning-parser`.
-        begin: The mark before it; many templates write it into the prompt.
+        begin: What stands before it; many templates write it into the prompt.
         end: The mark behind it.
+        harmony: It is a channel of Harmony.
     """
 
     name: str
     begin: str = "<think>"
     end: str = "</think>"
+    harmony: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All that may be single tokens."""
+        return HARMONY_MARKS if self.harmony else (self.begin, self.end)
+
+    @property
+    def begin_tokens(self) -> tuple[str, ...]:
+        """What it begins with, as single tokens."""
+        return ("<|channel|>", "analysis", "<|message|>") if self.harmony else (self.begin,)
 
 
 _HERMES = ToolFamily(
@@ -116,12 +139,13 @@ _LLAMA4_PYTHONIC = ToolFamily(
     between=", ",
     bare=True,
 )
+_OPENAI = ToolFamily(name="openai", shape=CallShape.MESSAGE)
 
 TOOL_FAMILIES = {
     family.name: family
     for family in (
         *(_HERMES, _QWEN3_CODER, _LLAMA3_JSON, _MISTRAL, _DEEPSEEK_V3, _DEEPSEEK_V31),
-        *(_PYTHONIC, _LLAMA4_PYTHONIC),
+        *(_PYTHONIC, _LLAMA4_PYTHONIC, _OPENAI),
     )
 }
 
@@ -131,12 +155,20 @@ REASONING_FAMILIES = {
         ReasoningFamily(name="qwen3"),
         ReasoningFamily(name="deepseek_r1"),
         ReasoningFamily(name="mistral", begin="[THINK]", end="[/THINK]"),
+        ReasoningFamily(
+            name="openai_gptoss",
+            begin="<|channel|>analysis<|message|>",
+            end="<|end|>",
+            harmony=True,
+        ),
     )
 }
 
 
 def tool_family_of(template: str) -> ToolFamily | None:
     """The family whose marks a chat template writes before calls; None where it writes none that is known."""
+    if _is_harmony(template):
+        return _OPENAI
     if "<tool_call>" in template:
         return _QWEN3_CODER if "<function=" in template else _HERMES
     if "<｜tool▁call▁begin｜>" in template:
@@ -152,6 +184,12 @@ def tool_family_of(template: str) -> ToolFamily | None:
 
 def reasoning_family_of(template: str) -> ReasoningFamily | None:
     """The family whose marks a chat template knows; None where it knows none."""
+    if _is_harmony(template):
+        return REASONING_FAMILIES["openai_gptoss"]
     if "</think>" in template:
         return REASONING_FAMILIES["deepseek_r1" if "｜" in template else "qwen3"]
     return REASONING_FAMILIES["mistral"] if "[THINK]" in template else None
+
+
+def _is_harmony(template: str) -> bool:
+    return "<|channel|>" in template and "<|message|>" in template

@@ -10,6 +10,7 @@ from baton.errors import ConfigError
 from router.http.fields import JsonObject
 from router.parsing.events import OutputParser
 from router.parsing.families import (
+    MESSAGE_ENDS,
     REASONING_FAMILIES,
     TOOL_FAMILIES,
     CallShape,
@@ -18,6 +19,7 @@ from router.parsing.families import (
     reasoning_family_of,
     tool_family_of,
 )
+from router.parsing.harmony import HarmonyParser
 from router.parsing.parser import FamilyParser
 from router.parsing.python_calls import KeywordArgument, arguments_rules, keyword_arguments
 
@@ -46,11 +48,13 @@ class OutputFormat:
         tools: The family of its calls; None where tools are refused.
         reasoning: The family of its reasoning; None where all of the output is content.
         marker_ids: Marks that are single tokens of its tokenizer, and those.
+        reasoning_begin: The tokens that reasoning begins with; empty where these are not known.
     """
 
     tools: ToolFamily | None
     reasoning: ReasoningFamily | None
     marker_ids: Mapping[str, int]
+    reasoning_begin: tuple[int, ...] = ()
 
     def parser(self, tools: Sequence[ToolSchema] | None, *, in_reasoning: bool) -> OutputParser:
         """For one choice.
@@ -60,6 +64,13 @@ class OutputFormat:
             in_reasoning: Whether the prompt ended within reasoning.
         """
         parameters = {tool.name: tool.parameters for tool in tools or ()}
+        if self.is_harmony:
+            return HarmonyParser(
+                None if tools is None or self.tools is None else frozenset(parameters),
+                self.marker_ids,
+                tells_reasoning=self.reasoning is not None,
+                in_reasoning=in_reasoning,
+            )
         family = None if tools is None else self.tools
         return FamilyParser(
             family, self.reasoning, parameters, self.marker_ids, in_reasoning=in_reasoning
@@ -68,6 +79,26 @@ class OutputFormat:
     def opens_reasoning(self, prompt_end: str) -> bool:
         """Whether a prompt that ends so leaves the model within its reasoning."""
         return self.reasoning is not None and prompt_end.rstrip().endswith(self.reasoning.begin)
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether all of the output is messages, which have a header each."""
+        by_tools = self.tools is not None and self.tools.shape is CallShape.MESSAGE
+        return by_tools or (self.reasoning is not None and self.reasoning.harmony)
+
+    @property
+    def reasoning_ends(self) -> frozenset[int]:
+        """The tokens that reasoning ends with."""
+        if self.reasoning is None:
+            return frozenset()
+        ends = MESSAGE_ENDS if self.reasoning.harmony else (self.reasoning.end,)
+        return frozenset(self.marker_ids[mark] for mark in ends if mark in self.marker_ids)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end the model's turn, whatever its files say."""
+        stops = ("<|call|>", "<|return|>") if self.is_harmony else ()
+        return tuple(self.marker_ids[mark] for mark in stops if mark in self.marker_ids)
 
     @property
     def can_require(self) -> bool:
@@ -87,7 +118,7 @@ class OutputFormat:
 
         Args:
             tools: At least one.
-            parallel: There may be several calls.
+            parallel: There may be several calls, where the family writes several in one turn.
             schema: Stands in the place of each JSON schema.
         """
         family = self.tools
@@ -127,6 +158,13 @@ class OutputFormat:
                         written, others = arguments_rules(str(place), keywords, schema)
                         rules += others
                         body = f"{_text(tool.name + '(')} {written} {_text(')')}"
+                case CallShape.MESSAGE:
+                    parallel = False
+                    head = f"{self._mark('<|channel|>')} {_text(f'commentary to=functions.{tool.name} ')}"
+                    kind = (
+                        f"{self._mark('<|constrain|>')} {_text('json')} {self._mark('<|message|>')}"
+                    )
+                    body = f"{head} {kind} {arguments}"
                 case CallShape.TAGGED:
                     raise AssertionError("not held to a grammar")
             rules.append(f"call_{place}: {body}")
@@ -141,32 +179,70 @@ class OutputFormat:
         return keyword_arguments(tool.parameters) if written else None
 
     def any_lark(self) -> str:
-        """What holds an answer to nothing: text, and marks that are tokens."""
-        marks = " | ".join(f"<[{token}]>" for token in self.marker_ids.values())
+        """What holds an answer to nothing: text, and marks that are tokens, but for reasoning again. More rules may follow."""
+        if self.is_harmony:
+            start, end, channel, message = map(
+                self._mark, ("<|start|>", "<|end|>", "<|channel|>", "<|message|>")
+            )
+            return "\n".join(
+                [
+                    f"message ({end} {start} {_text('assistant')} message)*",
+                    f"message: {channel} HEADER ({self._mark('<|constrain|>')} /[a-z]+/)? {message} TEXT",
+                    "HEADER: /(final|commentary)( to=[a-zA-Z0-9_.-]{1,72})? ?/",
+                    f"TEXT: {_ANY_TEXT}",
+                ]
+            )
+        begin = self.reasoning.begin if self.reasoning else ""
+        marks = " | ".join(f"<[{i}]>" for mark, i in self.marker_ids.items() if mark != begin)
         return f"(/(.|\\n)+/ | {marks})*" if marks else "/(.|\\n)*/"
 
-    def reasoning_lark(self, max_tokens: int | None, *, in_reasoning: bool) -> str:
+    def reasoning_lark(
+        self, max_tokens: int | None, *, in_reasoning: bool, before_text: bool = False
+    ) -> str:
         """The rule `reasoning`: what stands before the answer, up to and with the mark at its end, which comes after `max_tokens` tokens
-        at the latest.
+        at the latest. With `before_text` an answer that follows is text, of a form or not, and no call.
         """
+        limit = "" if max_tokens is None else f"[max_tokens={max(1, max_tokens)}]"
+        if self.is_harmony:
+            return self._harmony_lark(limit, in_reasoning=in_reasoning, before_text=before_text)
         family = self.reasoning
         assert family is not None
-        limit = "" if max_tokens is None else f"[max_tokens={max(1, max_tokens)}]"
         begin = "" if in_reasoning else self._mark(family.begin)
-        text = "/(?s:.*)/"
-        if family.end not in self.marker_ids:  # then text could go on behind the mark
-            text += f" & ~/(?s:.*{re.escape(family.end).replace('/', chr(92) + '/')}.*)/"
         return "\n".join(
             [
                 f"reasoning: {begin} thoughts {self._mark(family.end)} /[ \\n]{{0,4}}/",
-                f"thoughts{limit}: THOUGHTS",
-                f"THOUGHTS: {text}",
+                *self._thoughts(limit, family.end),
             ]
         )
+
+    def _harmony_lark(self, limit: str, *, in_reasoning: bool, before_text: bool) -> str:
+        """The same in messages: of reasoning, and the header of the answer where that is text."""
+        start, end, channel, message = map(
+            self._mark, ("<|start|>", "<|end|>", "<|channel|>", "<|message|>")
+        )
+        begin = "" if in_reasoning else f"{channel} {_text('analysis')} {message}"
+        header = f"{channel} {_text('final')} {message}" if before_text else ""
+        optional = "?" if before_text and not in_reasoning else ""
+        return "\n".join(
+            [
+                f"reasoning: analysis{optional} {header}",
+                f"analysis: {begin} thoughts {end} {start} {_text('assistant')}",
+                *self._thoughts(limit, "<|end|>"),
+            ]
+        )
+
+    def _thoughts(self, limit: str, end: str) -> list[str]:
+        text = _ANY_TEXT
+        if end not in self.marker_ids:  # then text could go on behind the mark
+            text += f" & ~/(?s:.*{re.escape(end).replace('/', chr(92) + '/')}.*)/"
+        return [f"thoughts{limit}: THOUGHTS", f"THOUGHTS: {text}"]
 
     def _mark(self, mark: str) -> str:
         token = self.marker_ids.get(mark)
         return _text(mark) if token is None else f"<[{token}]>"
+
+
+_ANY_TEXT = "/(?s:.*)/"
 
 
 def _text(text: str) -> str:
@@ -189,18 +265,28 @@ def detect_format(
         reasoning_parser: The same of reasoning.
 
     Raises:
-        ConfigError: There is no family of that name.
+        ConfigError: There is no family of that name, or the two do not go together.
     """
     tools = _chosen(tool_call_parser, TOOL_FAMILIES, tool_family_of, template, "tool_call_parser")
     reasoning = _chosen(
         reasoning_parser, REASONING_FAMILIES, reasoning_family_of, template, "reasoning_parser"
     )
-    marks = [*(tools.marks if tools else ())]
-    if reasoning is not None:
-        marks += [reasoning.begin, reasoning.end]
+    if tools and reasoning and reasoning.harmony != (tools.shape is CallShape.MESSAGE):
+        raise ConfigError(
+            f"router.reasoning_parser: {reasoning.name} does not go together with the calls of {tools.name}"
+            " (router.tool_call_parser).",
+            param="router.reasoning_parser",
+        )
+    marks = [*(tools.marks if tools else ()), *(reasoning.marks if reasoning else ())]
     found = {mark: token_of(mark) for mark in marks}
     marker_ids = {mark: token for mark, token in found.items() if token is not None}
-    return OutputFormat(tools=tools, reasoning=reasoning, marker_ids=marker_ids)
+    begin = [] if reasoning is None else [token_of(part) for part in reasoning.begin_tokens]
+    return OutputFormat(
+        tools=tools,
+        reasoning=reasoning,
+        marker_ids=marker_ids,
+        reasoning_begin=tuple(i for i in begin if i is not None) if None not in begin else (),
+    )
 
 
 def _chosen(

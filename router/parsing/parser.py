@@ -64,7 +64,7 @@ class FamilyParser(OutputReader):
         *,
         in_reasoning: bool,
     ) -> None:
-        marks = [*(tools.marks if tools else ()), *_reasoning_marks(reasoning)]
+        marks = [*(tools.marks if tools else ()), *(reasoning.marks if reasoning else ())]
         super().__init__(marks, marker_ids, in_reasoning=in_reasoning)
         self._tools, self._reasoning = tools, reasoning
         self._parameters = parameters
@@ -164,6 +164,8 @@ class FamilyParser(OutputReader):
             case CallShape.PYTHON:
                 yield from self._skip_blanks()
                 is_call = yield from self._read_python()
+            case CallShape.MESSAGE:
+                raise AssertionError("has a parser of its own")
         if is_call and tools.end:
             yield from self._accept_after_blanks(self._signs[tools.end])
         return is_call
@@ -420,10 +422,6 @@ class FamilyParser(OutputReader):
         if (yield from self._read_value(self._tell_arguments)):
             self._end_call()
         return True
-
-
-def _reasoning_marks(family: ReasoningFamily | None) -> tuple[str, ...]:
-    return () if family is None else (family.begin, family.end)
 
 
 def _as_object(value: str) -> str | None:

@@ -169,13 +169,17 @@ class OutputReader(ABC):
         while (char := (yield from self._peek())) and char in BLANKS:
             yield from self._next()
 
-    def _accept(self, text: str) -> Reading[bool]:
-        """Whether `text` comes next; then it is read."""
+    def _is_next(self, text: str) -> Reading[bool]:
+        """Whether `text` comes next, which stays."""
         while len(self._buffer) - self._place < len(text) and not self._ended:
             if not text.startswith(self._buffer[self._place :]):
                 return False
             yield
-        if not self._buffer.startswith(text, self._place):
+        return self._buffer.startswith(text, self._place)
+
+    def _accept(self, text: str) -> Reading[bool]:
+        """Whether `text` comes next; then it is read."""
+        if not (yield from self._is_next(text)):
             return False
         self._place += len(text)
         if self._unsettled is not None:

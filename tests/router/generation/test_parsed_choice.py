@@ -52,7 +52,8 @@ def deltas(
     )
     reads = MarkedTokens(
         texts={token: mark for mark, token in found.marker_ids.items()},
-        reasoning=(found.marker_ids["<think>"], found.marker_ids["</think>"]),
+        reasoning_begin=found.reasoning_begin,
+        reasoning_ends=found.reasoning_ends,
         in_reasoning=True,
     )
     stops = StopStrings(stop) if stop else None
@@ -108,3 +109,18 @@ def test_text_that_spells_a_mark_is_text(tokenizer: Tokenizer) -> None:
     found = said(choice.push(Delta(0, spelt, ids, finish=FinishReason.STOP)))
     assert (found.content, found.calls) == (spelt, [])
     assert json.dumps(found.content)
+
+
+def test_tokens_of_reasoning_are_counted_where_several_begin_it() -> None:
+    reads = MarkedTokens(reasoning_begin=(1, 7, 2), reasoning_ends=frozenset({3, 4}))
+    body = ChatCompletionRequest.model_validate(
+        {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    )
+    backend = byte_tokenizer(MARKS, special=True)
+    pretrained = PretrainedTokenizer(backend=backend, special_tokens={}, chat_template=None)
+    made = Tokenizer(pretrained, threads=1)
+    choice = Choice(0, made.decoder(), body, None, reads)
+    for token in (1, 8, 1, 1, 7, 2, 9, 1, 3, 9, 1, 7, 2, 4, 7, 2):
+        choice.push(TokenSample(sample=0, token=token))
+    assert choice.num_reasoning_tokens == 6 + 4
+    made.close()

@@ -10,7 +10,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from baton.errors import ConfigError
-from router.generation.answer_form import CALL_SCHEMA, AnswerForm, grammar_of
+from router.generation.answer_form import CALL_SCHEMA, AnswerForm, Kind, grammar_of
 from router.parsing.families import REASONING_FAMILIES, TOOL_FAMILIES
 from router.parsing.output_format import OutputFormat, ToolSchema, detect_format
 from tests.router.parsing.test_parser import Said, said
@@ -161,6 +161,45 @@ def test_reasoning_ends_after_its_tokens_and_the_answer_follows(
             assert tokens.index(token_id(tokenizer, family.end)) <= 7 + (not inside)
 
 
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("kind", ["json", "calls", "text"])
+def test_messages_of_harmony_are_held_to_headers_and_forms(
+    kind: Kind, inside: bool, as_tokens: bool
+) -> None:
+    marks = REASONING_FAMILIES["openai_gptoss"].marks
+    tokenizer = byte_tokenizer(marks if as_tokens else (), special=True)
+    made = detect_format("<|channel|><|message|>", tokenizer.token_to_id)
+    assert len(made.stop_ids) == (2 if as_tokens else 0)
+    schemas = {tool.name: tool.parameters for tool in TOOLS}
+    values = {"json": schemas["add"], "calls": schemas, "text": made.any_lark()}
+    header = kind == "json"
+    form = AnswerForm(
+        kind=kind,
+        value=values[kind],
+        param="tools",
+        calls=made.calls_lark(TOOLS, parallel=True, schema=CALL_SCHEMA),
+        call_schemas=tuple(made.call_schemas(TOOLS)),
+        reasoning=made.reasoning_lark(7, in_reasoning=inside, before_text=header),
+        must_reason=inside or header,
+    )
+    grammar = grammar_of(form, ()).text
+    reasoned = 0
+    for seed in range(6):
+        tokens = drawn(grammar, tokenizer, seed)
+        found = parse(made, tokenizer, tokens, inside=inside)
+        reasoned += bool(found.reasoning)
+        if kind == "json":
+            jsonschema_rs.validate(schemas["add"], json.loads(found.content))
+        assert len(found.calls) == (kind == "calls")
+        for name, arguments in found.calls:
+            jsonschema_rs.validate(schemas[name], json.loads(arguments))
+            assert not found.content
+        if as_tokens:
+            assert len(found.reasoning.encode()) <= 7 * 4
+    assert reasoned or not inside
+
+
 @pytest.mark.parametrize(
     ("template", "tools", "reasoning"),
     [
@@ -172,6 +211,7 @@ def test_reasoning_ends_after_its_tokens_and_the_answer_follows(
         ('<|start_header_id|> {"name": "f", "parameters": {}}', "llama3_json", None),
         ("<|start_header_id|> [func_name1(params_name1=params_value1)]", "pythonic", None),
         ("<|header_start|> [func_name1(params_name1=params_value1)]", "llama4_pythonic", None),
+        ("<|start|>assistant<|channel|>final<|message|>", "openai", "openai_gptoss"),
         ("plain", None, None),
         (None, None, None),
     ],
@@ -190,6 +230,9 @@ def test_names_that_there_are_not_are_refused_by_those_that_there_are() -> None:
     assert raised.value.param == "router.tool_call_parser"
     with pytest.raises(ConfigError, match="qwen3"):
         detect_format("x", lambda mark: None, reasoning_parser="none of them")
+    with pytest.raises(ConfigError, match="openai_gptoss does not go together") as raised:
+        detect_format("<|channel|><|message|>", lambda mark: None, tool_call_parser="hermes")
+    assert raised.value.param == "router.reasoning_parser"
     none = detect_format(
         "<tool_call></think>", lambda mark: None, tool_call_parser="none", reasoning_parser="none"
     )

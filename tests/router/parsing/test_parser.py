@@ -67,7 +67,7 @@ def said(events: Sequence[ParsedEvent]) -> Said:
 def output_format(tools: str | None, reasoning: str | None, *, as_tokens: bool) -> OutputFormat:
     family = TOOL_FAMILIES[tools] if tools else None
     thought = REASONING_FAMILIES[reasoning] if reasoning else None
-    marks = [*(family.marks if family else ()), *((thought.begin, thought.end) if thought else ())]
+    marks = [*(family.marks if family else ()), *(thought.marks if thought else ())]
     ids = {mark: 1000 + place for place, mark in enumerate(marks)} if as_tokens else {}
     return OutputFormat(tools=family, reasoning=thought, marker_ids=ids)
 
@@ -130,6 +130,13 @@ def qwen3_coder(*calls: tuple[str, dict[str, object]]) -> str:
     )
 
 
+def harmony(*calls: tuple[str, object]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{json.dumps(a)}<|call|>"
+        for n, a in calls
+    )
+
+
 TWO = (("get_weather", PARIS), ("get_weather", {"city": "Oslo", "days": 3}))
 LLAMA = "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in TWO)
 MISTRAL = "[TOOL_CALLS]" + json.dumps([{"name": n, "arguments": a} for n, a in TWO])
@@ -146,6 +153,18 @@ OUTPUTS = {
     "mistral by name": ("mistral", MISTRAL_NAMED),
     "mistral with ids": ("mistral", MISTRAL_IDS),
     "mistral without marks": ("mistral", MISTRAL_NAMED.replace("[ARGS]", "")),
+    "openai": ("openai", harmony(*TWO)),
+    "openai after text": (
+        "openai",
+        "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant" + harmony(*TWO),
+    ),
+    "openai with recipients first": (
+        "openai",
+        " to=functions.get_weather<|channel|>commentary json<|message|>"
+        + json.dumps(PARIS)
+        + "<|call|><|start|>assistant to=get_weather<|channel|>commentary<|message|>"
+        + json.dumps(TWO[1][1]),
+    ),
     "pythonic": ("pythonic", PYTHONIC),
     "pythonic in lines": ("pythonic", " " + PYTHONIC.replace("(", "(\n  ").replace(")", ",\n)")),
     "llama4_pythonic": ("llama4_pythonic", PYTHONIC),
@@ -206,6 +225,7 @@ PIECES = st.sampled_from(
         *"[](){}<>\"'\\,:=;* \n",
         *("now", "get_weather", "city", "name", "arguments", "x", "-1.5e3", "\\u", "d83d", "null"),
         *('{"name": "now", "arguments": {', "[now(", "[now(x=", "<function=now>", "<parameter=x>"),
+        *("assistant", "analysis", "final", " to=functions.now", " to=now"),
         *("\n```json\n", "function", "<think>", "</think>", "**{", '"' * 3, "True"),
     ]
 )
@@ -393,6 +413,52 @@ def test_reasoning_is_told_apart(as_tokens: bool, cuts: list[int]) -> None:
         assert found.calls == [("now", "{}")]
     plain = parsed(made, "hm</think>The answer. ", cuts, in_reasoning=True)
     assert (plain.reasoning, plain.content) == ("hm", "The answer. ")
+
+
+ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        (ANALYSIS + FINAL + "It rains.<|return|>", "hm", "It rains.", []),
+        (ANALYSIS + ANALYSIS + FINAL + "It rains. ", "hm\nhm", "It rains. ", []),
+        (ANALYSIS + harmony(("now", {})), "hm", "", [("now", "{}")]),
+        (ANALYSIS + FINAL + "a<|end|><|start|>assistant" + FINAL + "b", "hm", "a\nb", []),
+        (FINAL + "a <|start|>assistant" + FINAL + "b<|channel|>final<|message|>c", "", "a \nb\nc", []),
+        ("no header<|return|>", "", "no header", []),
+        ("", "", "", []),
+        ("<|channel|>anal", "", "", []),
+        ("<|channel|>analysis<|message|>hm", "hm", "", []),
+        ("<|channel|>commentary to=functions.now<|message|><|call|>", "", "", [("now", "{}")]),
+        ("<|channel|>commentary to=functions.now<|message|>{\"a\": ", "", "", [("now", '{"a": ')]),
+        ("<|channel|>commentary to=functions.now<|message|>none<|call|>", "", "none", []),
+        ("<|channel|>analysis to=python<|message|>print(1)<|call|>", "print(1)", "", []),
+        ("<|channel|>commentary to=python<|message|>print(1)<|call|>", "", "print(1)", []),
+        ("<|channel|>" + "x" * 600 + "<|message|>y", "", "<|channel|>" + "x" * 600 + "<|message|>y", []),
+    ],
+)  # fmt: skip
+def test_messages_of_harmony_are_told_by_their_channel(
+    text: str, reasoning: str, content: str, calls: list[tuple[str, str]], as_tokens: bool
+) -> None:
+    made = output_format("openai", "openai_gptoss", as_tokens=as_tokens)
+    found = parsed(made, text)
+    assert (found.reasoning, found.content, found.calls) == (reasoning, content, calls)
+    assert all(parsed(made, text, [cut]) == found for cut in range(len(text)))
+    assert parsed(made, text, range(len(text))) == found
+
+
+def test_harmony_without_tools_or_reasoning_is_content() -> None:
+    made = output_format("openai", None, as_tokens=True)
+    assert parsed(made, ANALYSIS + FINAL + "42").content == "hm\n42"
+    parser = output_format("openai", "openai_gptoss", as_tokens=False).parser(
+        None, in_reasoning=True
+    )
+    text = "so<|end|><|start|>assistant" + harmony(("now", {}))
+    found = said([*parser.push_text(text), *parser.finish()])
+    assert (found.reasoning, found.content, found.calls) == ("so", "{}", [])
 
 
 def test_calls_within_reasoning_are_reasoning() -> None:
