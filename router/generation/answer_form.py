@@ -119,6 +119,11 @@ class CallableTools:
     required: bool
     parallel: bool
 
+    @property
+    def strict(self) -> bool:
+        """Whether calls that the model begins of its own accord are held to a schema."""
+        return any(tool.strict for tool in self.tools)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:

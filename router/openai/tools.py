@@ -130,7 +130,11 @@ def callable_tools(
     chosen = [tool for tool in tools if named is None or tool.function.name == named]
     return CallableTools(
         tools=tuple(
-            ToolSchema(name=tool.function.name, parameters=tool.function.parameters or ANY_OBJECT)
+            ToolSchema(
+                name=tool.function.name,
+                parameters=tool.function.parameters or ANY_OBJECT,
+                strict=bool(tool.function.strict),
+            )
             for tool in chosen
         ),
         required=named is not None or choice == "required",

@@ -10,6 +10,7 @@ from baton.errors import ConfigError
 from router.http.fields import JsonObject
 from router.parsing.events import OutputParser
 from router.parsing.families import (
+    HARMONY_MARKS,
     MESSAGE_ENDS,
     REASONING_FAMILIES,
     TOOL_FAMILIES,
@@ -34,10 +35,12 @@ class ToolSchema:
     Attributes:
         name: As it is called.
         parameters: The JSON schema of its arguments.
+        strict: A call that the model begins of its own accord follows it too.
     """
 
     name: str
     parameters: JsonObject
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +124,118 @@ class OutputFormat:
             parallel: There may be several calls, where the family writes several in one turn.
             schema: Stands in the place of each JSON schema.
         """
+        rules = self._call_rules(tools, schema)
+        return "\n".join([f"calls: {self._lead} {self._behind_lead(parallel=parallel)}", *rules])
+
+    def strict_lark(
+        self, tools: Sequence[ToolSchema], *, parallel: bool, schema: str, thinks: bool
+    ) -> str:
+        """The same for calls that the model may begin of its own accord, anywhere in its text: what it begins is a call of one of these tools.
+
+        Args:
+            tools: As `calls_lark`.
+            parallel: As `calls_lark`.
+            schema: As `calls_lark`.
+            thinks: Messages of Harmony may be reasoning.
+        """
         family = self.tools
         assert family is not None
-        rules: list[str] = []
-        kinds = " | ".join(f"call_{place}" for place in range(len(tools)))
-        begin, end = (self._mark(mark) if mark else "" for mark in (family.begin, family.end))
+        rules = self._call_rules(tools, schema)
+        several = "*" if parallel else "?"
+        if family.shape is CallShape.MESSAGE:
+            next_header = f"{self._mark('<|end|>')} {self._mark('<|start|>')} {_text('assistant')}"
+            channels = "final|commentary|analysis" if thinks else "final|commentary"
+            return "\n".join(
+                [
+                    f"calls: (message {next_header})* (message | call)",
+                    f"message: {self._mark('<|channel|>')} CHANNEL {self._mark('<|message|>')} TEXT",
+                    f"CHANNEL: /({channels}) ?/",
+                    f"TEXT: {_ANY_TEXT}",
+                    *rules,
+                ]
+            )
+        inner = self._behind_lead(parallel=parallel and not self._repeats_lead)
+        lead = family.section[0] or family.begin
+        if lead in self.marker_ids:
+            thought = self.reasoning.begin if self.reasoning else ""
+            begins = {family.section[0], family.begin, thought}
+            free = self._free_lark(begins)
+            return "\n".join(
+                [f"calls: free ({self._lead} {inner} free){several}", f"free: {free}", *rules]
+            )
+        escaped = _escaped(lead)
+        return "\n".join(
+            [
+                f"calls: (lead {inner}){several} rest",
+                f"lead[lazy]: /(?s:.*){escaped}/",
+                "rest: REST",
+                f"REST: {_ANY_TEXT} & ~/(?s:.*{escaped}.*)/",
+                *rules,
+            ]
+        )
+
+    @property
+    def can_hold(self) -> bool:
+        """Whether calls that the model begins of its own accord can be held to a grammar: where a mark begins all of them."""
+        family = self.tools
+        if family is None or family.bare or not self.can_require:
+            return False
+        marks = HARMONY_MARKS if self.is_harmony else family.section
+        return all(mark in self.marker_ids for mark in marks if mark)
+
+    @property
+    def _is_named(self) -> bool:
+        """Whether a model of Mistral writes names and arguments apart, which those do that have the mark for it."""
+        family = self.tools
+        return (
+            family is not None
+            and family.shape is CallShape.OBJECTS
+            and family.separator in self.marker_ids
+        )
+
+    @property
+    def _lead(self) -> str:
+        """The mark that the first call begins with."""
+        family = self.tools
+        assert family is not None
+        lead = family.section[0] or family.begin
+        return self._mark(lead) if lead else ""
+
+    @property
+    def _repeats_lead(self) -> bool:
+        """Whether each further call begins with that mark too."""
+        family = self.tools
+        assert family is not None
+        return self._is_named or (family.shape is CallShape.OBJECT and not family.bare)
+
+    def _behind_lead(self, *, parallel: bool) -> str:
+        """The first call behind its mark, and those that may follow it."""
+        family = self.tools
+        assert family is not None
         opening = closing = ""
-        more = f"{_text(family.between)} call" if family.between else "call"
+        between = f"{_text(family.between)} " if family.between else ""
+        if self._repeats_lead:
+            between += f"{self._lead} "
+        match family.shape:
+            case CallShape.OBJECTS if not self._is_named:
+                opening, closing = _text("["), _text("]")
+                between = f"{_text(', ')} "
+            case CallShape.PYTHON:
+                end = self._mark(family.end) if family.end else ""
+                opening, closing = _text("["), f"{_text(']')} {end}"
+            case CallShape.FENCED | CallShape.NAMED:
+                closing = self._mark(family.section[1])
+            case CallShape.MESSAGE:
+                parallel = False
+        repeated = f"({between}call)*" if parallel else ""
+        return f"{opening} call {repeated} {closing}"
+
+    def _call_rules(self, tools: Sequence[ToolSchema], schema: str) -> list[str]:
+        """The rule `call`, of one call behind the mark of the first."""
+        family = self.tools
+        assert family is not None
+        rules = ["call: " + " | ".join(f"call_{place}" for place in range(len(tools)))]
+        begin, end = (self._mark(mark) if mark else "" for mark in (family.begin, family.end))
         for place, tool in enumerate(tools):
             name, arguments = json.dumps(tool.name), f"arguments_{place}"
             keywords = self._keywords(tool)
@@ -138,10 +246,12 @@ class OutputFormat:
                 case CallShape.OBJECT if family.bare:
                     body = f"{_text(member)} {arguments} {_text('}')}"
                 case CallShape.OBJECT:
-                    body = f"{begin} {_text(chr(10) + member)} {arguments} {_text('}' + chr(10))} {end}"
+                    body = f"{_text(chr(10) + member)} {arguments} {_text('}' + chr(10))} {end}"
+                case CallShape.OBJECTS if self._is_named:
+                    call_id = f"({self._mark(family.call_id)} /[a-zA-Z0-9]{{9}}/)?"
+                    head = f"{_text(tool.name)} {call_id} {self._mark(family.separator)}"
+                    body = f"{head} {arguments}"
                 case CallShape.OBJECTS:
-                    opening, closing = f"{begin} {_text('[')}", _text("]")
-                    more = f"{_text(', ')} call"
                     body = f"{_text(member)} {arguments} {_text('}')}"
                 case CallShape.FENCED:
                     head = f"{begin} {_text('function')} {self._mark(family.separator)}"
@@ -150,28 +260,22 @@ class OutputFormat:
                 case CallShape.NAMED:
                     named = f"{_text(tool.name)} {self._mark(family.separator)}"
                     body = f"{begin} {named} {arguments} {end}"
+                case CallShape.PYTHON if keywords is not None:
+                    written, others = arguments_rules(str(place), keywords, schema)
+                    rules += others
+                    body = f"{_text(tool.name + '(')} {written} {_text(')')}"
                 case CallShape.PYTHON:
-                    opening, closing = f"{begin} {_text('[')}", f"{_text(']')} {end}"
-                    if keywords is None:
-                        body = f"{_text(tool.name + '(**')} {arguments} {_text(')')}"
-                    else:
-                        written, others = arguments_rules(str(place), keywords, schema)
-                        rules += others
-                        body = f"{_text(tool.name + '(')} {written} {_text(')')}"
+                    body = f"{_text(tool.name + '(**')} {arguments} {_text(')')}"
                 case CallShape.MESSAGE:
-                    parallel = False
-                    head = f"{self._mark('<|channel|>')} {_text(f'commentary to=functions.{tool.name} ')}"
+                    recipient = _text(f"commentary to=functions.{tool.name} ")
                     kind = (
                         f"{self._mark('<|constrain|>')} {_text('json')} {self._mark('<|message|>')}"
                     )
-                    body = f"{head} {kind} {arguments}"
+                    body = f"{self._mark('<|channel|>')} {recipient} {kind} {arguments}"
                 case CallShape.TAGGED:
                     raise AssertionError("not held to a grammar")
             rules.append(f"call_{place}: {body}")
-        if family.section[0]:
-            opening, closing = map(self._mark, family.section)
-        repeated = f"({more})*" if parallel else ""
-        return "\n".join([f"calls: {opening} call {repeated} {closing}", f"call: {kinds}", *rules])
+        return rules
 
     def _keywords(self, tool: ToolSchema) -> list[KeywordArgument] | None:
         """The arguments of a tool where they are written one by one; None where they are one object."""
@@ -192,8 +296,11 @@ class OutputFormat:
                     f"TEXT: {_ANY_TEXT}",
                 ]
             )
-        begin = self.reasoning.begin if self.reasoning else ""
-        marks = " | ".join(f"<[{i}]>" for mark, i in self.marker_ids.items() if mark != begin)
+        return self._free_lark({self.reasoning.begin} if self.reasoning else set())
+
+    def _free_lark(self, but: set[str]) -> str:
+        """Text and marks that are tokens, but for some."""
+        marks = " | ".join(f"<[{i}]>" for mark, i in self.marker_ids.items() if mark not in but)
         return f"(/(.|\\n)+/ | {marks})*" if marks else "/(.|\\n)*/"
 
     def reasoning_lark(
@@ -208,34 +315,34 @@ class OutputFormat:
         family = self.reasoning
         assert family is not None
         begin = "" if in_reasoning else self._mark(family.begin)
-        return "\n".join(
-            [
-                f"reasoning: {begin} thoughts {self._mark(family.end)} /[ \\n]{{0,4}}/",
-                *self._thoughts(limit, family.end),
-            ]
-        )
+        thoughts, *rules = self._thoughts(limit, family.end)
+        return "\n".join([f"reasoning: {begin} {thoughts} /[ \\n]{{0,4}}/", *rules])
 
     def _harmony_lark(self, limit: str, *, in_reasoning: bool, before_text: bool) -> str:
         """The same in messages: of reasoning, and the header of the answer where that is text."""
-        start, end, channel, message = map(
-            self._mark, ("<|start|>", "<|end|>", "<|channel|>", "<|message|>")
-        )
+        start, channel, message = map(self._mark, ("<|start|>", "<|channel|>", "<|message|>"))
         begin = "" if in_reasoning else f"{channel} {_text('analysis')} {message}"
         header = f"{channel} {_text('final')} {message}" if before_text else ""
         optional = "?" if before_text and not in_reasoning else ""
+        thoughts, *rules = self._thoughts(limit, "<|end|>")
         return "\n".join(
             [
                 f"reasoning: analysis{optional} {header}",
-                f"analysis: {begin} thoughts {end} {start} {_text('assistant')}",
-                *self._thoughts(limit, "<|end|>"),
+                f"analysis: {begin} {thoughts} {start} {_text('assistant')}",
+                *rules,
             ]
         )
 
     def _thoughts(self, limit: str, end: str) -> list[str]:
-        text = _ANY_TEXT
-        if end not in self.marker_ids:  # then text could go on behind the mark
-            text += f" & ~/(?s:.*{re.escape(end).replace('/', chr(92) + '/')}.*)/"
-        return [f"thoughts{limit}: THOUGHTS", f"THOUGHTS: {text}"]
+        """What stands before the mark at the end of reasoning, with that; and the rules that it needs."""
+        mark, escaped = self._mark(end), _escaped(end)
+        if end in self.marker_ids:
+            return [f"thoughts {mark}", f"thoughts{limit}: THOUGHTS", f"THOUGHTS: {_ANY_TEXT}"]
+        if not limit:
+            return ["thoughts", f"thoughts[lazy]: /(?s:.*){escaped}/"]
+        # Only the last token ends what is cut off, and not the mark before: llguidance takes that for a part of the text.
+        text = f"{_ANY_TEXT} & ~/(?s:.*{escaped}.*)/"
+        return [f"thoughts {mark}", f"thoughts{limit}: THOUGHTS", f"THOUGHTS: {text}"]
 
     def _mark(self, mark: str) -> str:
         token = self.marker_ids.get(mark)
@@ -243,6 +350,11 @@ class OutputFormat:
 
 
 _ANY_TEXT = "/(?s:.*)/"
+
+
+def _escaped(text: str) -> str:
+    """As a regular expression of Lark."""
+    return re.escape(text).replace("/", "\\/")
 
 
 def _text(text: str) -> str:

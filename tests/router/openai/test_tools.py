@@ -18,7 +18,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if thinks %}<think>\n{% endif %}"
     "{# </think> #}"
 )
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -261,6 +261,38 @@ async def test_the_template_of_harmony_sees_reasoning_unless_it_would_refuse_it(
             assert (await served.chat(messages=messages)).status_code == 200
             prompt = served.generator.requests[-1].prompt.prompt_tokens
             assert ("[so]" in await served.tokenizer.decode(list(prompt))) == shown
+
+
+async def test_calls_of_strict_tools_are_held_to_their_schema() -> None:
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says("x")
+        assert (await served.chat(tools=[strict, NOW], tool_choice="none")).status_code == 200
+        assert not grammar(served)
+        loose = {"type": "function", "function": WEATHER["function"] | {"strict": False}}
+        assert (await served.chat(tools=[loose, NOW])).status_code == 200
+        assert not grammar(served)
+        reply = await served.chat(tools=[strict, NOW])
+        assert reply.status_code == 200, reply.text
+        assert "weather" in grammar(served)
+        assert "city" in grammar(served)
+        odd = {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}
+        error = (await served.chat(tools=[{"type": "function", "function": odd}])).json()["error"]
+        assert "tools.f.parameters.not" in error["message"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "llama3_json", "pythonic"])
+async def test_strict_tools_are_refused_where_calls_cannot_be_held(family: str) -> None:
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    async with serve(tool_call_parser=family) as served:
+        served.says("x")
+        error = (await served.chat(tools=[NOW, strict])).json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+        assert "tools.weather.strict" in error["message"]
+        assert family in error["message"]
+        if family != "qwen3_coder":
+            reply = await served.chat(tools=[strict], tool_choice="required")
+            assert reply.status_code == 200, reply.text
 
 
 MADE = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}

@@ -94,6 +94,30 @@ def drawn(grammar: str, tokenizer: Tokenizer, seed: int) -> list[int]:
     return [token for token in tokens if token != end]
 
 
+def drawn_freely(
+    grammar: str, tokenizer: Tokenizer, numbers: random.Random, lead: str
+) -> list[int]:
+    """The same with a bent to begin calls: `lead` is what they begin with. After some tokens it ends where it may."""
+    end, begin = tokenizer.token_to_id(END), tokenizer.token_to_id(lead)
+    spelt = tokenizer.encode(lead, add_special_tokens=False).ids
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=end), grammar)
+    mask = allocate_token_bitmask(1, tokenizer.get_vocab_size())
+    tokens, wanted = list[int](), list[int]()
+    while not matcher.is_stopped():
+        fill_next_token_bitmask(matcher, mask)
+        allowed = [i for i in range(mask.size * 32) if mask[0][i // 32] >> (i % 32) & 1]
+        if not wanted and numbers.random() < 0.3:
+            wanted = [begin] if begin is not None else list(spelt)
+        others = [i for i in allowed if i != end] or allowed
+        token = wanted.pop(0) if wanted and wanted[0] in allowed else numbers.choice(others)
+        if len(tokens) > 60 and end in allowed:
+            token = end
+        assert matcher.consume_token(token), matcher.get_error()
+        tokens.append(token)
+        assert len(tokens) < 3000
+    return [token for token in tokens if token != end]
+
+
 def parse(made: OutputFormat, tokenizer: Tokenizer, tokens: list[int], *, inside: bool) -> Said:
     parser = made.parser(TOOLS, in_reasoning=inside)
     events = []
@@ -134,6 +158,99 @@ def test_whatever_the_grammar_of_calls_allows_is_calls(family: str, as_tokens: b
         assert not found.content
         for name, arguments in found.calls:
             jsonschema_rs.validate(schemas[name], json.loads(arguments))
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize(
+    ("family", "as_tokens"),
+    [
+        ("hermes", True),
+        ("hermes", False),
+        ("mistral", True),
+        ("mistral", False),
+        ("deepseek_v3", True),
+        ("deepseek_v31", True),
+        ("openai", True),
+    ],
+)
+def test_every_call_that_is_begun_is_whole_where_tools_are_strict(
+    family: str, as_tokens: bool, parallel: bool
+) -> None:
+    tools = TOOL_FAMILIES[family]
+    tokenizer = byte_tokenizer(tools.marks if as_tokens else (), special=True)
+    made = detect_format(None, tokenizer.token_to_id, tool_call_parser=family)
+    assert made.can_hold
+    form = AnswerForm(
+        kind="calls",
+        value={tool.name: tool.parameters for tool in TOOLS},
+        param="tools",
+        calls=made.strict_lark(TOOLS, parallel=parallel, schema=CALL_SCHEMA, thinks=True),
+        call_schemas=tuple(made.call_schemas(TOOLS)),
+    )
+    grammar = grammar_of(form, ()).text
+    schemas = {tool.name: tool.parameters for tool in TOOLS}
+    calls, texts = 0, 0
+    lead = tools.section[0] or tools.begin or "<|channel|>"
+    for seed in range(12):
+        numbers = random.Random(seed)
+        tokens = drawn_freely(grammar, tokenizer, numbers, lead)
+        found = parse(made, tokenizer, tokens, inside=False)
+        calls += len(found.calls)
+        texts += bool(found.content)
+        assert parallel or len(found.calls) <= 1
+        assert lead not in found.content
+        for name, arguments in found.calls:
+            jsonschema_rs.validate(schemas[name], json.loads(arguments))
+    assert calls
+    assert texts
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+def test_calls_are_held_where_a_mark_begins_all_of_them(family: str) -> None:
+    held = detect_format(None, lambda mark: hash(mark), tool_call_parser=family).can_hold
+    loose = {"qwen3_coder", "llama3_json", "pythonic", "llama4_pythonic"}
+    assert held == (family not in loose)
+    as_text = detect_format(None, lambda mark: None, tool_call_parser=family).can_hold
+    assert as_text == (family in ("hermes", "mistral"))
+
+
+def accepted(grammar: str, tokenizer: Tokenizer, text: str) -> bool:
+    end = tokenizer.token_to_id(END)
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=end), grammar)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+def test_text_is_free_where_tools_are_strict_and_calls_are_not(as_tokens: bool) -> None:
+    marks = (*TOOL_FAMILIES["hermes"].marks, "<think>", "</think>") if as_tokens else ()
+    tokenizer = byte_tokenizer(marks, special=False)
+    made = detect_format("<tool_call></think>", tokenizer.token_to_id)
+    form = AnswerForm(
+        kind="calls",
+        value={"add": TOOLS[0].parameters},
+        param="tools",
+        calls=made.strict_lark(TOOLS[:1], parallel=True, schema=CALL_SCHEMA, thinks=True),
+        call_schemas=tuple(made.call_schemas(TOOLS[:1])),
+        reasoning=made.reasoning_lark(None, in_reasoning=False),
+    )
+    grammar = grammar_of(form, ()).text
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    for text in (
+        "",
+        "Hi {<tool\n",
+        call,
+        f"<think>hm</think>\n\n{call}",
+        f"Well: {call}\n{call} é",
+    ):
+        assert accepted(grammar, tokenizer, text), text
+    for text in (
+        call.replace("1", '"1"'),
+        call.replace("add", "sub"),
+        f"<think>hm</think>{call}x{call[:-20]}",
+        "a<tool_call>b",
+    ):
+        assert not accepted(grammar, tokenizer, text), text
 
 
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
@@ -198,6 +315,22 @@ def test_messages_of_harmony_are_held_to_headers_and_forms(
         if as_tokens:
             assert len(found.reasoning.encode()) <= 7 * 4
     assert reasoned or not inside
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+def test_reasoning_without_a_budget_ends_where_the_model_ends_it(as_tokens: bool) -> None:
+    tokenizer = byte_tokenizer(("<think>", "</think>") if as_tokens else (), special=False)
+    made = detect_format("</think>", tokenizer.token_to_id)
+    form = AnswerForm(
+        kind="json",
+        value=TOOLS[0].parameters,
+        param="response_format",
+        reasoning=made.reasoning_lark(None, in_reasoning=True),
+        must_reason=True,
+    )
+    grammar = grammar_of(form, ()).text
+    assert accepted(grammar, tokenizer, 'hm < 1</think>\n{"a": 1}')
+    assert not accepted(grammar, tokenizer, '{"a": 1}')
 
 
 @pytest.mark.parametrize(
