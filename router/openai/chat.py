@@ -38,7 +38,6 @@ from router.parsing.events import (
     TextKind,
     ToolCallArguments,
     ToolCallBegun,
-    ToolCallEnded,
 )
 from router.parsing.output_format import OutputFormat
 from router.ports import Timing
@@ -137,21 +136,15 @@ class ChatWriter:
         return written
 
     def _events(self, delta: Delta) -> list[ParsedEvent]:
-        """What a delta says, without what its client does not want to be told."""
         parsed = self._parsed.get(delta.index)
         if parsed is None:
-            tools = None if self._tools is None else self._tools.tools
-            parser = self._output_format.parser(tools, in_reasoning=self._context.in_reasoning)
-            parsed = self._parsed[delta.index] = ParsedChoice(parser)
-        return [event for event in parsed.push(delta) if self._is_told(event)]
-
-    def _is_told(self, event: ParsedEvent) -> bool:
-        match event:
-            case ReasoningText():
-                return self._body.include_reasoning is not False
-            case ToolCallBegun() | ToolCallArguments() | ToolCallEnded():
-                return event.index == 0 or (self._tools is not None and self._tools.parallel)
-        return True
+            parsed = self._parsed[delta.index] = ParsedChoice(
+                self._output_format,
+                self._tools,
+                in_reasoning=self._context.in_reasoning,
+                tells_reasoning=self._body.include_reasoning is not False,
+            )
+        return parsed.push(delta)
 
     def _event_json(self, index: int, event: ParsedEvent) -> bytes:
         """The `delta` of a chunk; empty for what has none."""
