@@ -212,7 +212,7 @@ def _add_conversations(
     messages = ConversationEndpoint(
         MessagesRequest,
         MessagesRequest.as_conversation,
-        lambda context, _body, run: MessageWriter(context, run),
+        partial(MessageWriter, output_format=output_format),
         "msg",
         bodies=bodies,
         planner=planner,

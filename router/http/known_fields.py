@@ -82,8 +82,8 @@ _SCHEMAS = "schemas with keywords that no answer can be held to"
 _BEAMS = (
     "in streams, with forms of answers, or with penalties and other fields that steer what is drawn"
 )
-_TOOLS = "tools that may be called: in chats, of models whose calls are known (docs/guides/tools-and-reasoning.md)"
-_CALLS = "choices other than none and auto: in chats, of such models"
+_TOOLS = "tools of models whose calls are not known (docs/guides/tools-and-reasoning.md); tools that a server would run"
+_CALLS = "choices other than none and auto, of models that cannot be held to a call"
 _FUNCTIONS = "functions that may be called: send them as `tools`"
 
 FIELDS: Mapping[str, KnownField] = {
@@ -155,13 +155,13 @@ FIELDS: Mapping[str, KnownField] = {
     "input": _about_prompt(RESPONSES),
     "instructions": _about_prompt(RESPONSES, ""),
     "messages": _about_prompt(CHAT | MESSAGES | COUNT_TOKENS | TOKENIZE),
-    "output_config": _about_prompt(MESSAGES | COUNT_TOKENS, {}, limits="effort; schemas with keywords that no answer can be held to"),
+    "output_config": _about_prompt(MESSAGES | COUNT_TOKENS, {}, limits=_SCHEMAS),
     "prompt": _about_prompt(COMPLETIONS | TOKENIZE),
     "reasoning": _about_prompt(RESPONSES, {}, limits="modes other than standard"),
     "reasoning_effort": _about_prompt(CHAT),
     "suffix": _about_prompt(COMPLETIONS, "", limits="by models that were not made to fill in a middle"),
     "system": _about_prompt(MESSAGES | COUNT_TOKENS, ""),
-    "thinking": _about_prompt(MESSAGES | COUNT_TOKENS, {"type": "disabled"}, limits="types other than disabled"),
+    "thinking": _about_prompt(MESSAGES | COUNT_TOKENS, {"type": "disabled"}, limits="budgets of models whose reasoning is not known"),
     "tokens": _about_prompt(DETOKENIZE),
     "tool_choice": _about_prompt(CONVERSATIONS, "none", "auto", limits=_CALLS),
     "tools": _about_prompt(CONVERSATIONS, [], limits=_TOOLS),
