@@ -16,7 +16,7 @@ from baton_engine.ports import ArenaBytes
 
 _CPU = torch.device("cpu")
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """Parameters of glibc's `mallopt`."""
 
 _LARGEST_KEPT_BYTES, _MOST_KEPT_BYTES = 32 << 20, 64 << 20
@@ -53,6 +53,7 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
         mallopt(_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
+        mallopt(_TOP_PAD, _MOST_KEPT_BYTES)  # a thread's last heap is not given up while it is empty
 
 
 def computing_on(device: torch.device) -> AbstractContextManager[None]:
