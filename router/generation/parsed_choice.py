@@ -9,6 +9,7 @@ from router.parsing.events import (
     OutputParser,
     ParsedEvent,
     ReasoningText,
+    TextKind,
     ToolCallArguments,
     ToolCallBegun,
     ToolCallEnded,
@@ -47,10 +48,24 @@ class ParsedChoice:
         self._rest = ""
         self._at = 0
 
+    def plain_kind(self, delta: Delta) -> TextKind | None:
+        """What all of a delta in the middle of a text is, where that is certain without reading it; then it counts as pushed. None where it has to be
+        pushed.
+        """
+        if self._rest or self._marks or (delta.marks and self._parser.marker_ids) or not delta.text:
+            return None
+        kind = self._parser.plain_kind(delta.text)
+        if kind is not None:
+            self._at += len(delta.text)
+        return kind
+
     def push(self, delta: Delta) -> list[ParsedEvent]:
         """What it says besides. Part of a mark waits for the rest of it."""
         if self.is_text:
             return [ContentText(delta.text)] if delta.text else []
+        if delta.finish is None and (kind := self.plain_kind(delta)) is not None:
+            plain = kind(delta.text)
+            return [plain] if self._is_told(plain) else []
         if self._parser.marker_ids:
             self._marks += delta.marks
         events: list[ParsedEvent] = []

@@ -11,7 +11,7 @@ The prompt ends with `<|start|>assistant`. Text without a header, such as the re
 import re
 from collections.abc import Callable, Mapping
 
-from router.parsing.events import ContentText, ReasoningText
+from router.parsing.events import ContentText, ReasoningText, TextKind
 from router.parsing.families import HARMONY_MARKS, MESSAGE_ENDS
 from router.parsing.reading import TOOL_NAME, OutputReader, Reading
 
@@ -118,7 +118,7 @@ class HarmonyParser(OutputReader):
                 self._tell_content((between if self._has_content else "") + text)
                 self._has_content, between = True, ""
 
-        yield from self._read_body(tell)
+        yield from self._read_body(ContentText, tell)
 
     def _read_reasoning(self) -> Reading[None]:
         """The same of reasoning."""
@@ -130,11 +130,11 @@ class HarmonyParser(OutputReader):
                 self._tell(ReasoningText, 0, between + self._in_words(text))
                 self._has_reasoning, between = True, ""
 
-        yield from self._read_body(tell)
+        yield from self._read_body(ReasoningText, tell)
 
-    def _read_body(self, tell: Callable[[str], None]) -> Reading[None]:
+    def _read_body(self, kind: TextKind, tell: Callable[[str], None]) -> Reading[None]:
         """Up to the mark at its end, or that of the next header, which stays."""
         ends = [self._signs[mark] for mark in (*MESSAGE_ENDS, *_HEADER_BEGINS)]
-        mark = yield from self._read_text(tell, ends)
+        mark = yield from self._read_text(kind, tell, ends)
         if mark is not None and mark in ends[len(MESSAGE_ENDS) :]:
             self._place -= len(mark)

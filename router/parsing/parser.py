@@ -79,7 +79,9 @@ class FamilyParser(OutputReader):
         marks = [self._signs[mark] for mark in begins if mark]
         if reasoning is not None:
             marks.append(self._signs[reasoning.begin])
-        while (mark := (yield from self._read_text(self._tell_content, marks))) is not None:
+        while (
+            mark := (yield from self._read_text(ContentText, self._tell_content, marks))
+        ) is not None:
             if reasoning is not None and mark == self._signs[reasoning.begin]:
                 self._blanks = []
                 yield from self._read_reasoning()
@@ -94,7 +96,7 @@ class FamilyParser(OutputReader):
         def tell(text: str) -> None:
             self._tell(ReasoningText, 0, self._in_words(text))
 
-        yield from self._read_text(tell, [self._signs[self._reasoning.end]])
+        yield from self._read_text(ReasoningText, tell, [self._signs[self._reasoning.end]])
 
     def _read_bare_calls(self) -> Reading[None]:
         """Calls that are all of the output; what names no tool is for the user."""

@@ -16,6 +16,7 @@ from router.parsing.events import (
     ContentText,
     ParsedEvent,
     ReasoningText,
+    TextKind,
     ToolCallArguments,
     ToolCallBegun,
     ToolCallEnded,
@@ -55,11 +56,19 @@ class OutputReader(ABC):
         self._blanks: list[str] = []
         self._calls = 0
         self._told: list[tuple[type, int, list[str]]] = []
+        self._kind: TextKind = ContentText
+        self._special: re.Pattern[str] | None = None  # what may mean something in the text to come
         self._program = self._read(in_reasoning=in_reasoning)
 
     @abstractmethod
     def _read(self, *, in_reasoning: bool) -> Reading[None]:
         """All of the output."""
+
+    def plain_kind(self, text: str) -> TextKind | None:
+        """See `OutputParser`."""
+        if self._special is None or self._special.search(text) is not None:
+            return None
+        return self._kind
 
     def push_text(self, text: str) -> list[ParsedEvent]:
         """See `OutputParser`."""
@@ -76,6 +85,7 @@ class OutputReader(ABC):
 
     def _advance(self, text: str) -> list[ParsedEvent]:
         self._buffer, self._place = self._buffer[self._place :] + text, 0
+        self._special = None
         next(self._program, None)
         told, self._told = self._told, []
         return [_event(kind, index, "".join(parts)) for kind, index, parts in told]
@@ -95,7 +105,8 @@ class OutputReader(ABC):
         if shown:
             self._tell(ContentText, 0, "".join([*self._blanks, shown]))
             self._blanks = []
-        self._blanks.append(text[len(shown) :])
+        if len(shown) < len(text):
+            self._blanks.append(text[len(shown) :])
 
     def _in_words(self, text: str) -> str:
         for sign, mark in self._spelt.items():
@@ -127,9 +138,16 @@ class OutputReader(ABC):
 
     # Characters.
 
-    def _read_text(self, tell: Callable[[str], None], marks: Sequence[str]) -> Reading[str | None]:
-        """Tells all text up to one of `marks`, which it returns; None if the output ends before."""
+    def _read_text(
+        self, kind: TextKind, tell: Callable[[str], None], marks: Sequence[str]
+    ) -> Reading[str | None]:
+        """Tells all text, of this kind, up to one of `marks`, which it returns; None if the output ends before. Where some was told and nothing waits,
+        what cannot begin a mark, or be a blank before one, need not be read: it can only be more of it (`plain_kind`).
+        """
         pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+        begins = "".join(re.escape(mark[0]) for mark in marks if mark not in self._spelt)
+        special = re.compile("|".join([*([f"[{begins}]"] if begins else ()), rf"[{BLANKS}]\Z"]))
+        was_told = False
         while True:
             found = pattern.search(self._buffer, self._place)
             if found is not None:
@@ -138,10 +156,13 @@ class OutputReader(ABC):
                 return found[0]
             held = 0 if self._ended else max((_overlap(self._buffer, m) for m in marks), default=0)
             end = max(self._place, len(self._buffer) - held)
+            was_told = was_told or self._place < end
             tell(self._buffer[self._place : end])
             self._place = end
             if self._ended:
                 return None
+            if was_told and not held and not self._blanks:
+                self._kind, self._special = kind, special
             yield
 
     def _peek(self) -> Reading[str]:

@@ -75,7 +75,7 @@ def output_format(tools: str | None, reasoning: str | None, *, as_tokens: bool) 
 def parsed(
     made: OutputFormat, text: str, cuts: Sequence[int] = (), *, in_reasoning: bool = False
 ) -> Said:
-    """With marks that are tokens told by their ids, and the text between them cut at some places."""
+    """With marks that are tokens told by their ids, and the text between them cut at some places; what need not be pushed is not."""
     parser = made.parser(TOOLS, in_reasoning=in_reasoning)
     events: list[ParsedEvent] = []
     pieces: list[str | int] = [text]
@@ -94,7 +94,10 @@ def parsed(
             continue
         ends = sorted({0, len(piece), *(cut % (len(piece) + 1) for cut in cuts)})
         for begin, end in pairwise(ends):
-            events += parser.push_text(piece[begin:end])
+            kind = parser.plain_kind(piece[begin:end])
+            events += (
+                parser.push_text(piece[begin:end]) if kind is None else [kind(piece[begin:end])]
+            )
     return said([*events, *parser.finish()])
 
 
@@ -473,3 +476,28 @@ def test_without_tools_calls_are_text() -> None:
     parser = made.parser(None, in_reasoning=False)
     text = hermes(("now", {}))
     assert said([*parser.push_text(text), *parser.finish()]).content == text
+
+
+def test_text_that_can_mean_nothing_else_need_not_be_pushed() -> None:
+    parser = output_format("hermes", "qwen3", as_tokens=False).parser(TOOLS, in_reasoning=True)
+    kinds = []
+    for text in (
+        "hm",
+        " so",
+        " <",
+        "b",
+        " c",
+        "</think>",
+        "\n",
+        "It",
+        " rains",
+        " \n",
+        ".",
+        " a",
+        "b",
+    ):
+        kinds.append(parser.plain_kind(text))
+        if kinds[-1] is None:
+            parser.push_text(text)
+    thought, content = ReasoningText, ContentText
+    assert kinds == [None, thought, None, None, thought, None, None, None, content, None, None, content, content]  # fmt: skip
