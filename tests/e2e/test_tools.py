@@ -75,7 +75,9 @@ def _in_other_words(http: httpx.Client) -> list[list[tuple[str, Any]]]:
     """The calls that `ASKED[0]` gives, asked for as a response and as a message."""
     body = _body({"temperature": 0})
     said = body.pop("messages")
-    functions = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    functions = [
+        {"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()
+    ]
     response = {**body, "input": said, "tools": functions, "tool_choice": "required"}
     response["max_output_tokens"] = response.pop("max_tokens")
     described = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
