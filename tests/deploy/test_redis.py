@@ -98,7 +98,8 @@ async def test_its_rights_suffice_for_every_script_and_for_nothing_that_manages_
         client = redis.asyncio.Redis.from_url(url)
 
         async def may(*command: str) -> bool:
-            return await client.execute_command("ACL DRYRUN", "baton", *command) == b"OK"
+            said: bytes = await client.execute_command("ACL DRYRUN", "baton", *command)
+            return said == b"OK"
 
         for command in sorted(called):
             arity = (await client.execute_command("COMMAND", "INFO", command))[command.lower()][
