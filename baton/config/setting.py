@@ -19,6 +19,7 @@ SECRETS = frozenset(
         "admin.api_keys",
         "cluster.redis_url",
         "cluster.secret",
+        "pool.redis_url",
         "router.api_keys",
         "tenants.redis_url",
     }
