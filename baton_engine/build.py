@@ -21,7 +21,14 @@ from baton_engine.cache.arena import DrafterPages, KvArena, PageKernels, page_ke
 from baton_engine.cache.budget import ArenaDemand, affordable_on_cpu, affordable_on_gpu, num_blocks
 from baton_engine.compiling import check_compile, compile_glue
 from baton_engine.cuda_graphs import CudaGraphs, DecodeGraphs
-from baton_engine.device import arena_buffer, choose_device, computing_on, gpu_kind, weigh_gpu
+from baton_engine.device import (
+    arena_buffer,
+    choose_device,
+    computing_on,
+    gpu_kind,
+    keep_freed_memory,
+    weigh_gpu,
+)
 from baton_engine.draft_model import DraftModel
 from baton_engine.eagle3_drafter import Eagle3Drafter
 from baton_engine.host import ThreadEngineHost
@@ -119,6 +126,7 @@ def build_engine(
         OutOfMemoryError: The KV region does not fit this machine.
     """
     torch.set_num_threads(config.num_threads or torch.get_num_threads())
+    keep_freed_memory()
     progress("reading the model's files", None)
     choice = _choose(model, config, gpu)
     limits = _limits(model, config, choice, gpu_sharers)

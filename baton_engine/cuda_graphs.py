@@ -89,7 +89,7 @@ class DecodeGraphs:
         self._observer = observer
         self._pages = arena if pages is None else pages
         self._table_width = table_width
-        self._rule = model.kernels.split_rule(model.spec.num_kv_heads)
+        self._rule = model.kernels.split_rule(model.spec.num_heads, self._pages.layer(0))
         self._builder = InputBuilder(
             arena.layout.block_tokens,
             arena.num_blocks,

@@ -58,7 +58,7 @@ class DraftModel:
             arena.layout.block_tokens,
             arena.num_blocks,
             model.device,
-            model.kernels.split_rule(model.spec.num_kv_heads),
+            model.kernels.split_rule(model.spec.num_heads, pages.layer(0)),
             page_stride=pages.stride,
             one_by_one=one_by_one,
         )

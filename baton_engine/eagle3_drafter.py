@@ -64,7 +64,7 @@ class Eagle3Drafter:
             arena.layout.block_tokens,
             arena.num_blocks,
             head.device,
-            head.kernels.split_rule(layer.num_kv_heads),
+            head.kernels.split_rule(layer.num_heads, self._pages.layer(0)),
             page_stride=self._pages.stride,
             shift=SHIFT,
             one_by_one=one_by_one,

@@ -74,7 +74,7 @@ class ModelRunner:
             arena.layout.block_tokens,
             arena.num_blocks,
             model.device,
-            model.kernels.split_rule(model.spec.num_kv_heads),
+            model.kernels.split_rule(model.spec.num_heads, arena.layer(0)),
             one_by_one=one_by_one,
         )
         self._sampler = Sampler(model.spec.eos_token_ids, model.device, choose_draw(model.device))

@@ -15,7 +15,13 @@ from baton_engine.scheduling.request import Request
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 _RANDOM = replace(_GREEDY, temperature=1.0)
-_FILTERED = replace(_RANDOM, top_k=4, top_p=0.9, min_p=0.01)
+_FILTERED = (
+    replace(_RANDOM, top_k=4, top_p=0.9),
+    replace(_RANDOM, top_k=4),
+    replace(_RANDOM, top_p=0.9),
+    replace(_RANDOM, min_p=0.01),
+)
+"""A draw looks for the limits that some row of a step has, and for no others."""
 
 
 def warm_up(runner: StepRunner, *, block_tokens: int, page_kernels: PageKernels | None) -> None:
@@ -33,9 +39,10 @@ def warm_up(runner: StepRunner, *, block_tokens: int, page_kernels: PageKernels 
     length = min(8, block_tokens)
     chunk = _row(0, _GREEDY, length)
     random = _row(1, _RANDOM, length)
-    filtered = _row(2, _FILTERED, length)
+    filtered = [_row(2, params, length) for params in _FILTERED]
     decode = _row(3, _GREEDY, 1)
-    for step, rows in enumerate(((chunk,), (decode, chunk), (random,), (filtered, random))):
+    steps = [(chunk,), (decode, chunk), (random,), *((row, random) for row in filtered)]
+    for step, rows in enumerate(steps):
         runner.execute(StepPlan(step=step, rows=rows))
     if page_kernels is not None:
         page_kernels.warm_up()

@@ -202,7 +202,7 @@ def _add_conversations(
     responses = ConversationEndpoint(
         ResponsesRequest,
         ResponsesRequest.as_conversation,
-        partial(ResponseWriter, pieces=pieces),
+        partial(ResponseWriter, pieces=pieces, output_format=output_format),
         "resp",
         bodies=bodies,
         planner=planner,
@@ -212,7 +212,7 @@ def _add_conversations(
     messages = ConversationEndpoint(
         MessagesRequest,
         MessagesRequest.as_conversation,
-        lambda context, _body, run: MessageWriter(context, run),
+        partial(MessageWriter, output_format=output_format),
         "msg",
         bodies=bodies,
         planner=planner,

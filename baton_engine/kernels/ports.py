@@ -62,8 +62,13 @@ class KernelSet(Protocol):
     """One implementation of the operations; all tensors on one device, activations in one dtype; pages in the same, or in
     float8_e4m3fn over scales."""
 
-    def split_rule(self, num_kv_heads: int) -> SplitRule | None:
-        """How `paged_attention` wants the contexts of decodes to be cut, over so many heads; None where it does not."""
+    def split_rule(self, num_heads: int, pages: torch.Tensor) -> SplitRule | None:
+        """How `paged_attention` wants the contexts of decodes to be cut; None where it does not. May compile a kernel.
+
+        Args:
+            num_heads: Query heads.
+            pages: One layer's arena.
+        """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Scales each row of `x` `[num_tokens, hidden]` to root mean square 1, then by `weight` `[hidden]`."""

@@ -193,7 +193,7 @@ def _attend(
 class ReferenceKernels:
     """The twins above as a `KernelSet`."""
 
-    def split_rule(self, num_kv_heads: int) -> None:
+    def split_rule(self, num_heads: int, pages: torch.Tensor) -> None:
         """None: contexts are read whole."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

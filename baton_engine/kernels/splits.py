@@ -44,19 +44,21 @@ class SplitRule:
 
     Attributes:
         spread: Pieces that the whole step is cut into, about; never more than this plus one per row.
+        most_of_row: Pieces that one row is cut into at most: those of a row are added up by few programs.
     """
 
     spread: int
+    most_of_row: int = 32
 
     def max_pieces(self, num_decodes: int) -> int:
         """The most pieces that so many rows can have."""
-        return self.spread + num_decodes
+        return min(self.spread + num_decodes, self.most_of_row * num_decodes)
 
     def cut(self, contexts: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """`row_of_piece` and `first_piece` of rows with these contexts, in tokens; a context of 0 has no piece."""
         runs = -(-contexts.astype(np.int64) // PIECE_TOKENS)
         per_piece = max(1, -(-int(runs.sum()) // self.spread))
-        counts = -(-runs // per_piece)
+        counts = np.minimum(-(-runs // per_piece), self.most_of_row)
         first_piece = np.zeros(len(contexts) + 1, np.int32)
         np.cumsum(counts, out=first_piece[1:])
         row_of_piece = np.full(self.max_pieces(len(contexts)), -1, np.int32)

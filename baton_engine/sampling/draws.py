@@ -149,13 +149,16 @@ def draw_with_triton(scores: torch.Tensor, highest: torch.Tensor, rows: RandomRo
     from baton_engine.kernels.triton.random_draw import random_draw
 
     asked = rows.filters
+    drawn = (rows.places.tensor, rows.temperatures.tensor, rows.targets.tensor)
+    if asked is None:
+        return random_draw(scores, highest, *drawn, None)
     return random_draw(
         scores,
         highest,
-        rows.places.tensor,
-        rows.temperatures.tensor,
-        rows.targets.tensor,
-        None if asked is None else (asked.top_k.tensor, asked.top_p.tensor, asked.min_p.tensor),
+        *drawn,
+        (asked.top_k.tensor, asked.top_p.tensor, asked.min_p.tensor),
+        with_top_k=asked.widest_k > 0,
+        with_top_p=asked.narrows,
     )
 
 

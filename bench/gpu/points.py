@@ -69,7 +69,7 @@ class ModelBench:
         else:
             memory.view(kv_dtype).normal_()
         self._arena = KvArena(layout, num_blocks, _buffer(memory))
-        rule = model.kernels.split_rule(shape.kv_heads)
+        rule = model.kernels.split_rule(shape.heads, self._arena.layer(0))
         self._inputs = InputBuilder(block_tokens, num_blocks, model.device, rule)
         captured = DecodeGraphs(
             model,

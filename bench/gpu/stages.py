@@ -211,7 +211,7 @@ def _graphs_equal_eager(place: Place, decoder: Decoder, dtype: torch.dtype) -> b
     for layer in range(len(decoder.layers)):
         arena.layer(layer).normal_()
     graphs = DecodeGraphs(decoder, arena, most_rows=most, table_width=width, backend=place.graphs())
-    rule = decoder.kernels.split_rule(decoder.spec.num_kv_heads)
+    rule = decoder.kernels.split_rule(decoder.spec.num_heads, arena.layer(0))
     builder = InputBuilder(place.block_tokens, arena.num_blocks, place.device, rule)
     for _ in range(_CHANGING_BATCHES if place.on_gpu else 3):
         pages = numbers.sample(range(arena.num_blocks), arena.num_blocks)

@@ -237,7 +237,9 @@ def _batch(
         starts.append(starts[-1] + queries)
     contexts = torch.tensor([context for _, context in rows], dtype=torch.int32)
     splits = None
-    if (rule := kernels.split_rule(case.shape.kv_heads)) is not None:
+    page = (1, case.shape.kv_heads, 2, block_tokens, case.shape.head_dim)
+    of_pages = torch.empty(page, dtype=case.dtype, device=device)
+    if (rule := kernels.split_rule(case.shape.heads, of_pages)) is not None:
         row_of_piece, first_piece = rule.cut(contexts[: len(case.decodes)].numpy())
         splits = Splits(
             row_of_piece=torch.from_numpy(row_of_piece).to(device),

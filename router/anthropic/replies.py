@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, JsonValue
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class TextContent(BaseModel):
@@ -12,6 +12,28 @@ class TextContent(BaseModel):
 
     type: Literal["text"] = "text"
     text: str
+
+
+class ThinkingContent(BaseModel):
+    """What the model thought aloud. Nobody signs it here."""
+
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseContent(BaseModel):
+    """A call of a tool."""
+
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, JsonValue]
+
+
+MessageContent = Annotated[
+    TextContent | ThinkingContent | ToolUseContent, Field(discriminator="type")
+]
 
 
 class MessageUsage(BaseModel):
@@ -30,7 +52,7 @@ class MessageReply(BaseModel):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextContent]
+    content: list[MessageContent]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
@@ -44,11 +66,11 @@ class MessageStart(BaseModel):
 
 
 class ContentBlockStart(BaseModel):
-    """Its one block, empty."""
+    """A block, empty."""
 
     type: Literal["content_block_start"] = "content_block_start"
-    index: int = 0
-    content_block: TextContent = TextContent(text="")
+    index: int
+    content_block: MessageContent
 
 
 class TextDelta(BaseModel):
@@ -58,19 +80,33 @@ class TextDelta(BaseModel):
     text: str
 
 
+class ThinkingDelta(BaseModel):
+    """Some more thoughts."""
+
+    type: Literal["thinking_delta"] = "thinking_delta"
+    thinking: str
+
+
+class InputJsonDelta(BaseModel):
+    """Some more of the JSON of a call's input; all of a call joined are one object."""
+
+    type: Literal["input_json_delta"] = "input_json_delta"
+    partial_json: str
+
+
 class ContentBlockDelta(BaseModel):
-    """The block grew."""
+    """A block grew."""
 
     type: Literal["content_block_delta"] = "content_block_delta"
-    index: int = 0
-    delta: TextDelta
+    index: int
+    delta: Annotated[TextDelta | ThinkingDelta | InputJsonDelta, Field(discriminator="type")]
 
 
 class ContentBlockStop(BaseModel):
-    """The block is done."""
+    """A block is done; the next one may begin."""
 
     type: Literal["content_block_stop"] = "content_block_stop"
-    index: int = 0
+    index: int
 
 
 class StopDelta(BaseModel):

@@ -119,6 +119,11 @@ class CallableTools:
     required: bool
     parallel: bool
 
+    @property
+    def strict(self) -> bool:
+        """Whether calls that the model begins of its own accord are held to a schema."""
+        return any(tool.strict for tool in self.tools)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
@@ -130,6 +135,7 @@ class AnswerForm:
             `StructuralTag`, or its text; of calls, the schemas of the tools by their names; nothing of plain text.
         param: The field of the request that asks for it.
         calls: Of calls, their rules in Lark's notation, which begin at `calls`; with `CALL_SCHEMA` in the place of each schema.
+        call_schemas: Those, in their order.
         reasoning: Rules of what comes before the answer, which begin at `reasoning`; empty where nothing does.
         must_reason: Whether it has to come.
     """
@@ -138,6 +144,7 @@ class AnswerForm:
     value: object
     param: str
     calls: str = ""
+    call_schemas: tuple[JsonObject, ...] = ()
     reasoning: str = ""
     must_reason: bool = False
 
@@ -158,7 +165,7 @@ class Grammar:
 
 
 CALL_SCHEMA = "{arguments}"
-"""Stands in the rules of calls where a tool's schema goes, of one tool after the other."""
+"""Stands in the rules of calls where a schema goes, one after the other."""
 
 
 def grammar_of(form: AnswerForm, special_tokens: Iterable[str]) -> Grammar:
@@ -200,7 +207,7 @@ def _grammar_of_answer(form: AnswerForm, special_tokens: Iterable[str]) -> Gramm
             return _tag_grammar(_as_tag(value, param), param, set(special_tokens))
         case "calls":
             assert isinstance(value, dict)
-            text = LLMatcher.grammar_from_lark(f"start: calls\n{_with_schemas(form.calls, value)}")
+            text = LLMatcher.grammar_from_lark(f"start: calls\n{_with_schemas(form)}")
             schemas = tuple(
                 (f"{param}.{name}.parameters", schema) for name, schema in value.items()
             )
@@ -223,12 +230,14 @@ def _behind_reasoning(form: AnswerForm, grammar: Grammar) -> Grammar:
     )
 
 
-def _with_schemas(rules: str, schemas: JsonObject) -> str:
+def _with_schemas(form: AnswerForm) -> str:
     """The rules of calls with the schemas of their arguments in place."""
-    for schema in schemas.values():
-        assert isinstance(schema, dict)
-        rules = rules.replace(CALL_SCHEMA, json.dumps(_with_options(schema)), 1)
-    return rules
+    first, *parts = form.calls.split(CALL_SCHEMA)
+    placed = [
+        json.dumps(_with_options(schema)) + part
+        for schema, part in zip(form.call_schemas, parts, strict=True)
+    ]
+    return "".join([first, *placed])
 
 
 def _from_json(text: str, param: str) -> JsonValue:

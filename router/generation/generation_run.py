@@ -104,12 +104,14 @@ class MarkedTokens:
 
     Attributes:
         texts: How each is spelt.
-        reasoning: Those before and behind reasoning; empty where it is not told apart by tokens.
+        reasoning_begin: Those that reasoning begins with, in their order; empty where it is not told apart by tokens.
+        reasoning_ends: Those that it ends with.
         in_reasoning: Whether the output begins within reasoning.
     """
 
     texts: Mapping[int, str] = field(default_factory=dict)
-    reasoning: tuple[int, ...] = ()
+    reasoning_begin: tuple[int, ...] = ()
+    reasoning_ends: frozenset[int] = frozenset()
     in_reasoning: bool = False
 
 
@@ -146,6 +148,7 @@ class Choice:
         self.num_reasoning_tokens = 0
         self._reads = reads
         self._in_reasoning = reads.in_reasoning
+        self._begun = 0  # of the tokens that reasoning begins with, how many were the last ones
         self._marks: list[Mark] = []
         self.finish: FinishReason | None = None
         self._index = index
@@ -178,7 +181,7 @@ class Choice:
         if sample.logprobs is not None:
             logged = LoggedToken.of(sample.token, sample.logprobs, self._decoded_length)
             self._logged.append(logged)
-        if self._reads.reasoning:
+        if self._reads.reasoning_begin:
             self._count_reasoning(sample.token)
         if (mark := self._reads.texts.get(sample.token)) is not None:
             self._show_mark(sample.token, mark)
@@ -219,10 +222,15 @@ class Choice:
         return None if self._stops is None else self._stops.matched
 
     def _count_reasoning(self, token: int) -> None:
-        begin, end = self._reads.reasoning
-        self._in_reasoning = self._in_reasoning or token == begin
-        self.num_reasoning_tokens += self._in_reasoning
-        self._in_reasoning = self._in_reasoning and token != end
+        if self._in_reasoning:
+            self.num_reasoning_tokens += 1
+            self._in_reasoning = token not in self._reads.reasoning_ends
+            return
+        begin = self._reads.reasoning_begin
+        self._begun = self._begun + 1 if token == begin[self._begun] else int(token == begin[0])
+        if self._begun == len(begin):
+            self._in_reasoning, self._begun = True, 0
+            self.num_reasoning_tokens += len(begin)
 
     def _show_mark(self, token: int, text: str) -> None:
         """Spelt out, for stop strings and guardrails, and remembered."""

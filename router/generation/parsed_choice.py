@@ -2,25 +2,70 @@
 
 from collections import deque
 
+from router.generation.answer_form import CallableTools
 from router.generation.generation_run import Delta, Mark
-from router.parsing.events import OutputParser, ParsedEvent
+from router.parsing.events import (
+    ContentText,
+    OutputParser,
+    ParsedEvent,
+    ReasoningText,
+    TextKind,
+    ToolCallArguments,
+    ToolCallBegun,
+    ToolCallEnded,
+)
+from router.parsing.output_format import OutputFormat
 
 
 class ParsedChoice:
-    """Feeds a parser with deltas. One that knows no marks by their ids looks for them in the text.
+    """Feeds a parser with the deltas of one choice, and gives what its client is to be told. One that knows no marks by their ids looks for
+    them in the text.
 
     Args:
-        parser: Of this choice alone.
+        output_format: How the model writes calls and reasoning.
+        tools: That may be called; None where calls are not looked for. Calls after the first are told where several may be made at once.
+        in_reasoning: Whether the prompt ends within reasoning.
+        tells_reasoning: Whether the client is to be told what the model thinks aloud.
+
+    Attributes:
+        is_text: All of it is content: neither calls nor reasoning are looked for.
     """
 
-    def __init__(self, parser: OutputParser) -> None:
-        self._parser = parser
+    def __init__(
+        self,
+        output_format: OutputFormat,
+        tools: CallableTools | None,
+        *,
+        in_reasoning: bool,
+        tells_reasoning: bool = True,
+    ) -> None:
+        callable_ = None if tools is None else tools.tools
+        self._parser: OutputParser = output_format.parser(callable_, in_reasoning=in_reasoning)
+        self.is_text = tools is None and output_format.reasoning is None
+        self._tells_later_calls = tools is not None and tools.parallel
+        self._tells_reasoning = tells_reasoning
         self._marks: deque[Mark] = deque()
         self._rest = ""
         self._at = 0
 
+    def plain_kind(self, delta: Delta) -> TextKind | None:
+        """What all of a delta in the middle of a text is, where that is certain without reading it; then it counts as pushed. None where it has to be
+        pushed.
+        """
+        if self._rest or self._marks or (delta.marks and self._parser.marker_ids) or not delta.text:
+            return None
+        kind = self._parser.plain_kind(delta.text)
+        if kind is not None:
+            self._at += len(delta.text)
+        return kind
+
     def push(self, delta: Delta) -> list[ParsedEvent]:
         """What it says besides. Part of a mark waits for the rest of it."""
+        if self.is_text:
+            return [ContentText(delta.text)] if delta.text else []
+        if delta.finish is None and (kind := self.plain_kind(delta)) is not None:
+            plain = kind(delta.text)
+            return [plain] if self._is_told(plain) else []
         if self._parser.marker_ids:
             self._marks += delta.marks
         events: list[ParsedEvent] = []
@@ -38,4 +83,12 @@ class ParsedChoice:
         self._rest, self._at = text[whole:], self._at + whole
         if delta.finish is not None:
             events += self._parser.finish()
-        return events
+        return [event for event in events if self._is_told(event)]
+
+    def _is_told(self, event: ParsedEvent) -> bool:
+        match event:
+            case ReasoningText():
+                return self._tells_reasoning
+            case ToolCallBegun() | ToolCallArguments() | ToolCallEnded():
+                return event.index == 0 or self._tells_later_calls
+        return True

@@ -21,7 +21,7 @@ from router.generation.model_catalog import ModelCatalog
 from router.generation.model_limits import check_vocabulary
 from router.generation.sampling import SamplingBody, SamplingDefaults, sampling_params
 from router.http.account import RequestAccount, account_of
-from router.http.fields import MAX_PROMPT_LOGPROBS
+from router.http.fields import MAX_PROMPT_LOGPROBS, JsonObject
 from router.parsing.output_format import OutputFormat
 from router.ports import GenerationRequest, Generator, ServedModel
 from router.slo import Slo, SloClasses
@@ -192,6 +192,7 @@ class RequestPlanner:
             model,
             prompt_tokens=len(tokens),
             bad_words=bad_words,
+            stop_ids=self._output_format.stop_ids if body.tells_reasoning else (),
             grammar=context.grammar,
         )
         packed = PackedTokens.of(tokens)
@@ -223,6 +224,13 @@ def _check_tools(tools: CallableTools | None, output_format: OutputFormat) -> No
             f"tool_choice: calls as {output_format.tools.name} writes them cannot be required.",
             param="tool_choice",
         )
+    if tools.strict and not tools.required and not output_format.can_hold:
+        named = next(tool.name for tool in tools.tools if tool.strict)
+        raise UnsupportedParameterError(
+            f"tools.{named}.strict: a call that the model begins of its own accord, as {output_format.tools.name} writes it, cannot"
+            " be held to a schema.",
+            param="tools",
+        )
 
 
 def _check_budget(body: SamplingBody, output_format: OutputFormat) -> None:
@@ -244,25 +252,39 @@ def _form_behind(
     """The form of an answer that depends on how its prompt ends; None where none does."""
     tools, most = body.callable_tools, body.most_thinking_tokens
     form = body.answer_form
-    if tools is not None and tools.required:
-        form = AnswerForm(
-            kind="calls",
-            value={tool.name: tool.parameters for tool in tools.tools},
-            param="tools",
-            calls=output_format.calls_lark(
-                tools.tools, parallel=tools.parallel, schema=CALL_SCHEMA
-            ),
-        )
+    if tools is not None and (tools.required or tools.strict):
+        form = _calls_form(tools, output_format, thinks=most is None)
     elif form is None and most is not None:
         form = AnswerForm(kind="text", value=output_format.any_lark(), param=body.thinking_field)
     elif form is None or not body.tells_reasoning:
         return None
-    if output_format.reasoning is None:
+    if output_format.reasoning is None and not output_format.is_harmony:
         return form if form.kind == "calls" else None
+    header = output_format.is_harmony and form.kind not in ("calls", "text")
     return replace(
         form,
-        reasoning=output_format.reasoning_lark(most, in_reasoning=in_reasoning),
-        must_reason=in_reasoning,
+        reasoning=output_format.reasoning_lark(most, in_reasoning=in_reasoning, before_text=header),
+        must_reason=in_reasoning or header,
+    )
+
+
+def _calls_form(tools: CallableTools, output_format: OutputFormat, *, thinks: bool) -> AnswerForm:
+    """The form of an answer that has to call tools, or of calls that it may begin: then those of tools that are not strict are of any object."""
+    if tools.required:
+        held = tools.tools
+        calls = output_format.calls_lark(held, parallel=tools.parallel, schema=CALL_SCHEMA)
+    else:
+        loose: JsonObject = {"type": "object"}
+        held = tuple(t if t.strict else replace(t, parameters=loose) for t in tools.tools)
+        calls = output_format.strict_lark(
+            held, parallel=tools.parallel, schema=CALL_SCHEMA, thinks=thinks
+        )
+    return AnswerForm(
+        kind="calls",
+        value={tool.name: tool.parameters for tool in held},
+        param="tools",
+        calls=calls,
+        call_schemas=tuple(output_format.call_schemas(held)),
     )
 
 

@@ -163,11 +163,10 @@ class Responder:
         found = self._output_format
         if not body.tells_reasoning:
             return UNMARKED
-        family = found.reasoning
-        ids = [found.marker_ids.get(m) for m in (family.begin, family.end)] if family else []
         return MarkedTokens(
             texts={token: mark for mark, token in found.marker_ids.items()},
-            reasoning=tuple(i for i in ids if i is not None) if None not in ids else (),
+            reasoning_begin=found.reasoning_begin if found.reasoning_ends else (),
+            reasoning_ends=found.reasoning_ends,
             in_reasoning=in_reasoning,
         )
 

@@ -235,11 +235,13 @@ def sampling_params(
     *,
     prompt_tokens: int,
     bad_words: Sequence[tuple[int, ...]] = (),
+    stop_ids: tuple[int, ...] = (),
     grammar: str = "",
 ) -> SamplingParams:
     """The engine's parameters. A request without a seed gets one here, so that every retry draws the same tokens.
 
     At least one token is drawn, also where none is wanted: a prompt's scores come with it. `bad_words` are the body's, as tokens.
+    `stop_ids` end the model's turn, unless the client wants it to go on (`ignore_eos`).
 
     Raises:
         PromptTooLongError: The prompt's tokens leave no room, or not as much as is asked for.
@@ -278,7 +280,7 @@ def sampling_params(
         logit_bias=logit_bias,
         logprobs=body.num_logprobs,
         prompt_logprobs=body.num_prompt_logprobs,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=stop_token_ids if body.ignore_eos else (*stop_token_ids, *stop_ids),
         max_tokens=max(1, max_tokens),
         min_tokens=min_tokens,
         ignore_eos=bool(body.ignore_eos),

@@ -82,8 +82,9 @@ _SCHEMAS = "schemas with keywords that no answer can be held to"
 _BEAMS = (
     "in streams, with forms of answers, or with penalties and other fields that steer what is drawn"
 )
-_TOOLS = "tools that may be called: in chats, of models whose calls are known (docs/guides/tools-and-reasoning.md)"
-_CALLS = "choices other than none and auto: in chats, of such models"
+_TOOLS = "tools of models whose calls are not known (docs/guides/tools-and-reasoning.md); tools that a server would run"
+_CALLS = "choices other than none and auto, of models that cannot be held to a call"
+_THOUGHTS = "Reasoning is told apart in chats and responses; messages have `thinking`."
 _FUNCTIONS = "functions that may be called: send them as `tools`"
 
 FIELDS: Mapping[str, KnownField] = {
@@ -155,13 +156,13 @@ FIELDS: Mapping[str, KnownField] = {
     "input": _about_prompt(RESPONSES),
     "instructions": _about_prompt(RESPONSES, ""),
     "messages": _about_prompt(CHAT | MESSAGES | COUNT_TOKENS | TOKENIZE),
-    "output_config": _about_prompt(MESSAGES | COUNT_TOKENS, {}, limits="effort; schemas with keywords that no answer can be held to"),
+    "output_config": _about_prompt(MESSAGES | COUNT_TOKENS, {}, limits=_SCHEMAS),
     "prompt": _about_prompt(COMPLETIONS | TOKENIZE),
     "reasoning": _about_prompt(RESPONSES, {}, limits="modes other than standard"),
     "reasoning_effort": _about_prompt(CHAT),
     "suffix": _about_prompt(COMPLETIONS, "", limits="by models that were not made to fill in a middle"),
     "system": _about_prompt(MESSAGES | COUNT_TOKENS, ""),
-    "thinking": _about_prompt(MESSAGES | COUNT_TOKENS, {"type": "disabled"}, limits="types other than disabled"),
+    "thinking": _about_prompt(MESSAGES | COUNT_TOKENS, {"type": "disabled"}, limits="budgets of models whose reasoning is not known"),
     "tokens": _about_prompt(DETOKENIZE),
     "tool_choice": _about_prompt(CONVERSATIONS, "none", "auto", limits=_CALLS),
     "tools": _about_prompt(CONVERSATIONS, [], limits=_TOOLS),
@@ -206,8 +207,8 @@ FIELDS: Mapping[str, KnownField] = {
     "enable_response_messages": _refused("Token ids are answered by other endpoints.", False),
     "fallbacks": _refused("One model is served.", []),
     "guided_decoding_backend": _refused("Grammars are enforced by llguidance alone.", "auto", "guidance"),
-    "include_reasoning": KnownField(obeyed=CHAT, refusal="Reasoning is told apart in chats.", nothing=(True,)),
-    "max_thinking_tokens": KnownField(obeyed=CHAT, refusal="Reasoning is told apart in chats.", limits="models whose reasoning is not known"),
+    "include_reasoning": KnownField(obeyed=CHAT | RESPONSES, refusal=_THOUGHTS, nothing=(True,)),
+    "max_thinking_tokens": KnownField(obeyed=CHAT | RESPONSES, refusal=_THOUGHTS, limits="models whose reasoning is not known"),
     "inference_geo": _refused("The workers are where they are.", "global"),
     "kv_transfer_params": _refused("Workers find each other, and hand KV over, by themselves.", {}),
     "logits_processors": _refused("Clients bring no code.", []),
@@ -224,7 +225,7 @@ FIELDS: Mapping[str, KnownField] = {
     "routed_experts_prompt_start": _refused("Which experts computed a token is not told.", 0),
     "spaces_between_special_tokens": _refused("No spaces are put between special tokens.", True),
     "speed": _refused("There is one speed.", "standard"),
-    "thinking_token_budget": KnownField(obeyed=CHAT, refusal="Reasoning is told apart in chats.", limits="models whose reasoning is not known"),
+    "thinking_token_budget": KnownField(obeyed=CHAT | RESPONSES, refusal=_THOUGHTS, limits="models whose reasoning is not known"),
     "vllm_xargs": _refused("There are no extensions of vLLM's here.", {}),
     "watermarking": _refused("Outputs are not watermarked.", False),
 }  # fmt: skip

@@ -35,9 +35,9 @@ from router.parsing.events import (
     ContentText,
     ParsedEvent,
     ReasoningText,
+    TextKind,
     ToolCallArguments,
     ToolCallBegun,
-    ToolCallEnded,
 )
 from router.parsing.output_format import OutputFormat
 from router.ports import Timing
@@ -73,8 +73,9 @@ class ChatWriter:
         self._chunks = Chunks("chat.completion.chunk", context, body, [run])
         self._tools = body.callable_tools
         self._parses = self._tools is not None or output_format.reasoning is not None
-        more_than_text = body.logprobs or self._with_tokens or body.usage_in_chunks or self._parses
+        more_than_text = body.logprobs or self._with_tokens or body.usage_in_chunks
         self._text_event = None if more_than_text else TextEvents(self._event_around_text)
+        self._reasoning_event = TextEvents(self._event_around_reasoning)
 
     def opening(self) -> bytes:
         """Each choice's first chunk names the role; what is echoed comes after it."""
@@ -90,7 +91,12 @@ class ChatWriter:
     def piece(self, delta: Delta) -> bytes:
         """A chunk with the text, if there is some, and a chunk with the end, if it is there."""
         if self._text_event is not None and delta.finish is None:  # nearly always
-            return self._text_event(delta)
+            kind = self._plain_kind(delta) if self._parses else ContentText
+            if kind is ContentText:
+                return self._text_event(delta)
+            if kind is ReasoningText:
+                told = self._body.include_reasoning is not False
+                return self._reasoning_event(delta) if told else b""
         if self._parses:
             return self._parsed_piece(delta)
         written = b""
@@ -103,6 +109,11 @@ class ChatWriter:
             reason = msgspec.json.encode(delta.finish.value)
             written += self._event(delta.index, b"{}", b"null", reason)
         return written
+
+    def _plain_kind(self, delta: Delta) -> TextKind | None:
+        """What a delta's text is, where the parser need not read it."""
+        parsed = self._parsed.get(delta.index)
+        return None if parsed is None else parsed.plain_kind(delta)
 
     def _parsed_piece(self, delta: Delta) -> bytes:
         """A chunk for each thing that the text says, and one with the end; the first has the log-probabilities and ids of the tokens."""
@@ -125,21 +136,15 @@ class ChatWriter:
         return written
 
     def _events(self, delta: Delta) -> list[ParsedEvent]:
-        """What a delta says, without what its client does not want to be told."""
         parsed = self._parsed.get(delta.index)
         if parsed is None:
-            tools = None if self._tools is None else self._tools.tools
-            parser = self._output_format.parser(tools, in_reasoning=self._context.in_reasoning)
-            parsed = self._parsed[delta.index] = ParsedChoice(parser)
-        return [event for event in parsed.push(delta) if self._is_told(event)]
-
-    def _is_told(self, event: ParsedEvent) -> bool:
-        match event:
-            case ReasoningText():
-                return self._body.include_reasoning is not False
-            case ToolCallBegun() | ToolCallArguments() | ToolCallEnded():
-                return event.index == 0 or (self._tools is not None and self._tools.parallel)
-        return True
+            parsed = self._parsed[delta.index] = ParsedChoice(
+                self._output_format,
+                self._tools,
+                in_reasoning=self._context.in_reasoning,
+                tells_reasoning=self._body.include_reasoning is not False,
+            )
+        return parsed.push(delta)
 
     def _event_json(self, index: int, event: ParsedEvent) -> bytes:
         """The `delta` of a chunk; empty for what has none."""
@@ -174,6 +179,10 @@ class ChatWriter:
 
     def _event_around_text(self, index: int) -> bytes:
         return self._event(index, b'{"content":%b}' % CUT, b"null", b"null")
+
+    def _event_around_reasoning(self, index: int) -> bytes:
+        delta = b'{"reasoning":%b,"reasoning_content":%b}' % (CUT, CUT)
+        return self._event(index, delta, b"null", b"null")
 
     async def before(self, deltas: Sequence[Delta]) -> None:
         """Nothing."""

@@ -79,7 +79,7 @@ class TextEvents:
     """Events of choices that gained some text and nothing else that is shown.
 
     Args:
-        write: Writes the event of one choice, with `CUT` in the place of the text's JSON.
+        write: Writes the event of one choice, with `CUT` wherever the text's JSON stands.
     """
 
     def __init__(self, write: Callable[[int], bytes]) -> None:
@@ -91,5 +91,4 @@ class TextEvents:
         around = self._around.get(delta.index)
         if around is None:
             around = self._around[delta.index] = self._write(delta.index).split(CUT)
-        before, after = around
-        return before + msgspec.json.encode(delta.text) + after
+        return msgspec.json.encode(delta.text).join(around)

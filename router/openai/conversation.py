@@ -1,7 +1,7 @@
 """The messages of a chat completion, and what the model's template sees of them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError, from_json
@@ -32,14 +32,18 @@ class TextPart(BodyObject):
 Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS_LENGTH)]
+
+
 class CalledFunction(BodyObject):
     """What an earlier answer called. `arguments` is the JSON of an object, as it was answered."""
 
     name: FunctionName
-    arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS_LENGTH)]
+    arguments: Arguments
 
-    def parsed(self) -> JsonValue:
-        """The object.
+    def parsed(self, param: str) -> JsonValue:
+        """The object; `param` is the body's field that it came in.
 
         Raises:
             InvalidRequestError: It is none.
@@ -50,8 +54,8 @@ class CalledFunction(BodyObject):
             found = None
         if not isinstance(found, dict):
             raise InvalidRequestError(
-                f"messages: the arguments of a call of {self.name} are not the JSON of an object.",
-                param="messages",
+                f"{param}: the arguments of a call of {self.name} are not the JSON of an object.",
+                param=param,
             )
         return found
 
@@ -59,13 +63,17 @@ class CalledFunction(BodyObject):
 class ToolCall(BodyObject):
     """A call in an earlier answer."""
 
-    id: Annotated[str, Field(min_length=1, max_length=256)]
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def for_template(self) -> dict[str, JsonValue]:
-        """Templates write arguments themselves: they are given the object."""
-        function = {"name": self.function.name, "arguments": self.function.parsed()}
+    def for_template(self, param: str = "messages") -> dict[str, JsonValue]:
+        """Templates write arguments themselves: they are given the object.
+
+        Raises:
+            InvalidRequestError: There is none, in the body's field `param`.
+        """
+        function = {"name": self.function.name, "arguments": self.function.parsed(param)}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -96,6 +104,22 @@ class Message(BaseModel):
         return self
 
     @property
+    def calls(self) -> list[str]:
+        """Ids of the calls in it."""
+        return [call.id for call in self.tool_calls or ()]
+
+    @property
+    def results(self) -> list[str]:
+        """Ids of the calls whose results it has."""
+        given = self.tool_call_id
+        return [given] if self.role == "tool" and given is not None else []
+
+    @property
+    def arguments_length(self) -> int:
+        """Characters of JSON in its calls."""
+        return sum(len(call.function.arguments) for call in self.tool_calls or ())
+
+    @property
     def ignored(self) -> list[str]:
         """What it has besides that says something; templates are not given it."""
         return [name for name, value in (self.model_extra or {}).items() if value]
@@ -108,16 +132,28 @@ class Message(BaseModel):
 
     def for_template(self) -> dict[str, JsonValue]:
         """What the chat template sees."""
-        calls: JsonValue = [call.for_template() for call in self.tool_calls or ()]
-        reasoning = self.reasoning_content or self.reasoning
-        optional: dict[str, JsonValue] = {
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "tool_calls": calls or None,
-            "reasoning_content": reasoning or None,
-        }
-        given = {key: value for key, value in optional.items() if value is not None}
-        return {"role": self.role, "content": self.text, **given}
+        answer = assistant_message(
+            self.text,
+            [call.for_template() for call in self.tool_calls or ()],
+            self.reasoning_content or self.reasoning or "",
+        )
+        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        given = {key: value for key, value in named.items() if value is not None}
+        return {**answer, "role": self.role, **given}
+
+
+def assistant_message(
+    content: str, calls: Sequence[dict[str, JsonValue]], reasoning: str
+) -> dict[str, JsonValue]:
+    """What the chat template sees of an earlier answer."""
+    optional: dict[str, JsonValue] = {
+        "tool_calls": list(calls),
+        "reasoning_content": reasoning,
+        # gpt-oss's name for it; its template refuses a message with calls that has both.
+        "thinking": "" if calls and content else reasoning,
+    }
+    given = {key: value for key, value in optional.items() if value}
+    return {"role": "assistant", "content": content, **given}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -137,7 +173,12 @@ def conversation_of(
     Raises:
         InvalidRequestError: Its calls and their results do not fit together, or are too long.
     """
-    _check_calls(messages, continue_last=bool(continue_last))
+    check_calls(messages, param="messages", id_field="tool_call_id")
+    if continue_last and messages[-1].tool_calls:
+        raise InvalidRequestError(
+            "continue_final_message: not where the last message has calls.",
+            param="continue_final_message",
+        )
     return Conversation(
         messages=[message.for_template() for message in messages],
         add_generation_prompt=add_generation_prompt is not False,
@@ -148,32 +189,48 @@ def conversation_of(
     )
 
 
-def _check_calls(messages: Sequence[Message], *, continue_last: bool) -> None:
-    """Refuses calls that are too long together, results of calls that nobody made, and a call that is to be continued.
+class HistoryItem(Protocol):
+    """A message, or what stands for one, in the words of any API."""
+
+    @property
+    def calls(self) -> Sequence[str]:
+        """Ids of the calls in it."""
+
+    @property
+    def results(self) -> Sequence[str]:
+        """Ids of the calls whose results it has."""
+
+    @property
+    def arguments_length(self) -> int:
+        """Characters of JSON in its calls that are still to be parsed."""
+
+
+def check_calls(items: Sequence[HistoryItem], *, param: str, id_field: str) -> None:
+    """Refuses calls that are too long together, and results of calls that nobody made.
+
+    Args:
+        items: What was said, in order.
+        param: The body's field that they came in.
+        id_field: The field of an item that names a call.
 
     Raises:
-        InvalidRequestError: There is one; says which message.
+        InvalidRequestError: There is one; says which item.
     """
     called: set[str] = set()
     length = 0
-    for place, message in enumerate(messages):
-        called.update(call.id for call in message.tool_calls or ())
-        length += sum(len(call.function.arguments) for call in message.tool_calls or ())
-        result = message.tool_call_id
-        if message.role == "tool" and result is not None and result not in called:
+    for place, item in enumerate(items):
+        called.update(item.calls)
+        length += item.arguments_length
+        unknown = next((found for found in item.results if found not in called), None)
+        if unknown is not None:
             raise InvalidRequestError(
-                f"messages.{place}.tool_call_id: no earlier message has a call {result[:100]!r}.",
-                param="messages",
+                f"{param}.{place}.{id_field}: nothing before it has a call {unknown[:100]!r}.",
+                param=param,
             )
     if length > MAX_ARGUMENTS_LENGTH:
         raise InvalidRequestError(
-            f"messages: the arguments of all calls have {length} characters, at most {MAX_ARGUMENTS_LENGTH} are taken.",
-            param="messages",
-        )
-    if continue_last and messages[-1].tool_calls:
-        raise InvalidRequestError(
-            "continue_final_message: not where the last message has calls.",
-            param="continue_final_message",
+            f"{param}: the arguments of all calls have {length} characters, at most {MAX_ARGUMENTS_LENGTH} are taken.",
+            param=param,
         )
 
 

@@ -4,6 +4,7 @@ Both are checked in full. Forms are obeyed, and required calls are one of them (
 accord is found in its output (`router.parsing`). `functions`, the older name of tools, is refused by name.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -94,13 +95,28 @@ def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:
     Raises:
         PydanticCustomError: Two tools have one name, or the choice is of a tool that is not there.
     """
+    named = choice.function.name if isinstance(choice, NamedTool) else None
     names = [tool.function.name for tool in tools or ()]
+    check_names(names, named, required=choice == "required")
+
+
+def check_names(names: Sequence[str], chosen: str | None, *, required: bool) -> None:
+    """The same of the names of tools, in the fields `tools` and `tool_choice` of any API.
+
+    Args:
+        names: Of the tools.
+        chosen: Of the one that is to be called; None where none is named.
+        required: Whether some tool is to be called.
+
+    Raises:
+        PydanticCustomError: As `check_tools`.
+    """
     twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
     if twice is not None:
         raise refusal("tools", f"Two tools are called {twice}.")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise refusal("tool_choice", f"There is no tool {choice.function.name} in tools.")
-    if choice == "required" and not names:
+    if chosen is not None and chosen not in names:
+        raise refusal("tool_choice", f"There is no tool {chosen} in tools.")
+    if required and not names:
         raise refusal("tool_choice", "Needs tools.")
 
 
@@ -114,7 +130,11 @@ def callable_tools(
     chosen = [tool for tool in tools if named is None or tool.function.name == named]
     return CallableTools(
         tools=tuple(
-            ToolSchema(name=tool.function.name, parameters=tool.function.parameters or ANY_OBJECT)
+            ToolSchema(
+                name=tool.function.name,
+                parameters=tool.function.parameters or ANY_OBJECT,
+                strict=bool(tool.function.strict),
+            )
             for tool in chosen
         ),
         required=named is not None or choice == "required",

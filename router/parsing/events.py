@@ -46,6 +46,7 @@ class ToolCallEnded:
     index: int
 
 
+TextKind = type[ContentText] | type[ReasoningText]
 ParsedEvent = ContentText | ReasoningText | ToolCallBegun | ToolCallArguments | ToolCallEnded
 
 
@@ -57,6 +58,9 @@ class OutputParser(Protocol):
     """
 
     marker_ids: frozenset[int]
+
+    def plain_kind(self, text: str) -> TextKind | None:
+        """What the text would be told as, if that is all that it would say and it changes nothing; then it need not be pushed. None where it has to be."""
 
     def push_text(self, text: str) -> list[ParsedEvent]:
         """Takes text that tokens other than markers were decoded to."""

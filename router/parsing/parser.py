@@ -1,8 +1,4 @@
-"""Takes one choice's output apart while it comes: one parser for all families, driven by their tables.
-
-What is read is one text, in which a mark that is a token stands as a sign of its own that no text holds (a lone surrogate): a model that merely spells
-a mark has written text. The parser is a program over that text which stops where the text ends so far, and goes on there. Whatever it decides, it decides
-by the text and never by where a piece of it ended, so how it is cut changes nothing.
+"""Takes one choice's output apart while it comes: one parser for the families whose calls and reasoning stand between marks, driven by their tables.
 
     <think> Let me see. </think> I look it up. <tool_call> {"name": "f", "arguments": {"x": 1}} </tool_call>
     reasoning                    content                    a call's name and its arguments
@@ -12,32 +8,43 @@ Blanks before a call, between calls and behind the last one are no content. What
 
 import json
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TypeVar
+import string
+from collections.abc import Mapping
+from math import isfinite
 
 from pydantic_core import from_json
 
-from router.parsing.events import (
-    ContentText,
-    ParsedEvent,
-    ReasoningText,
-    ToolCallArguments,
-    ToolCallBegun,
-    ToolCallEnded,
-)
+from router.parsing.events import ContentText, ReasoningText
 from router.parsing.families import CallShape, ReasoningFamily, ToolFamily
+from router.parsing.reading import LONGEST_NAME, TOOL_NAME, OutputReader, Reading
 
-T = TypeVar("T")
-Reading = Generator[None, None, T]
-"""Part of the program: stops whenever it needs more text; returns what it has read."""
-
-_BLANKS = " \t\r\n"
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_FIRST_SIGN = 0xDC80
 _ARGUMENT_KEYS = ("arguments", "parameters")
+_WORD = frozenset(string.ascii_letters + string.digits + "_.+-")
+_LONGEST_NUMBER = 4096
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_JSON_WORDS = frozenset(_PYTHON_WORDS.values())
+_JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_DEEPEST_LITERAL = 64
+"""Brackets within brackets: each is read by a generator within one."""
+_PYTHON_ESCAPES = {
+    "n": "\n",
+    "r": "\r",
+    "t": "\t",
+    "b": "\b",
+    "f": "\f",
+    "v": "\v",
+    "a": "\a",
+    "0": "\0",
+    "\\": "\\",
+    "'": "'",
+    '"': '"',
+    "\n": "",
+}
+_HEX_DIGITS = frozenset(string.hexdigits)
+_CODE_LENGTHS = {"x": 2, "u": 4, "U": 8}
 
 
-class FamilyParser:
+class FamilyParser(OutputReader):
     """An `OutputParser`.
 
     Args:
@@ -57,62 +64,10 @@ class FamilyParser:
         *,
         in_reasoning: bool,
     ) -> None:
-        marks = [*(tools.marks if tools else ()), *_reasoning_marks(reasoning)]
-        signs = {mark: chr(_FIRST_SIGN + place) for place, mark in enumerate(marks)}
-        self._known = {mark: marker_ids[mark] for mark in marks if mark in marker_ids}
-        self.marker_ids = frozenset(self._known.values())
-        self._sign_of_id = {token: signs[mark] for mark, token in self._known.items()}
-        self._signs = {mark: signs[mark] if mark in self._known else mark for mark in marks}
-        self._spelt = {signs[mark]: mark for mark in self._known}
+        marks = [*(tools.marks if tools else ()), *(reasoning.marks if reasoning else ())]
+        super().__init__(marks, marker_ids, in_reasoning=in_reasoning)
         self._tools, self._reasoning = tools, reasoning
         self._parameters = parameters
-        self._buffer, self._place, self._ended = "", 0, False
-        self._unsettled: list[str] | None = None
-        self._blanks = ""
-        self._calls = 0
-        self._told: list[tuple[type, int, list[str]]] = []
-        self._program = self._read(in_reasoning=in_reasoning)
-
-    def push_text(self, text: str) -> list[ParsedEvent]:
-        """See `OutputParser`."""
-        return self._advance(text)
-
-    def push_marker(self, token_id: int) -> list[ParsedEvent]:
-        """See `OutputParser`."""
-        return self._advance(self._sign_of_id[token_id])
-
-    def finish(self) -> list[ParsedEvent]:
-        """See `OutputParser`."""
-        self._ended = True
-        return self._advance("")
-
-    def _advance(self, text: str) -> list[ParsedEvent]:
-        self._buffer, self._place = self._buffer[self._place :] + text, 0
-        next(self._program, None)
-        told, self._told = self._told, []
-        return [_event(kind, index, "".join(parts)) for kind, index, parts in told]
-
-    # What is told.
-
-    def _tell(self, kind: type, index: int, text: str) -> None:
-        if self._told and self._told[-1][:2] == (kind, index) and kind in _TEXTS:
-            self._told[-1][2].append(text)
-        elif text or kind not in _TEXTS:
-            self._told.append((kind, index, [text]))
-
-    def _tell_content(self, text: str) -> None:
-        """Blanks at its end wait: before a call they are none."""
-        text = self._blanks + self._in_words(text)
-        shown = text.rstrip(_BLANKS)
-        self._blanks = text[len(shown) :]
-        self._tell(ContentText, 0, shown)
-
-    def _in_words(self, text: str) -> str:
-        for sign, mark in self._spelt.items():
-            text = text.replace(sign, mark)
-        return text
-
-    # What is read.
 
     def _read(self, *, in_reasoning: bool) -> Reading[None]:
         tools, reasoning = self._tools, self._reasoning
@@ -120,17 +75,20 @@ class FamilyParser:
             yield from self._read_reasoning()
         if tools is not None and tools.bare:
             yield from self._read_bare_calls()
-        marks = [self._signs[tools.section[0] or tools.begin]] if tools else []
+        begins = (tools.section[0], tools.begin) if tools else ()
+        marks = [self._signs[mark] for mark in begins if mark]
         if reasoning is not None:
             marks.append(self._signs[reasoning.begin])
-        while (mark := (yield from self._read_text(self._tell_content, marks))) is not None:
+        while (
+            mark := (yield from self._read_text(ContentText, self._tell_content, marks))
+        ) is not None:
             if reasoning is not None and mark == self._signs[reasoning.begin]:
-                self._blanks = ""
+                self._blanks = []
                 yield from self._read_reasoning()
             else:
                 yield from self._read_calls(mark)
         if not self._calls:
-            self._tell(ContentText, 0, self._blanks)
+            self._tell(ContentText, 0, "".join(self._blanks))
 
     def _read_reasoning(self) -> Reading[None]:
         assert self._reasoning is not None
@@ -138,29 +96,15 @@ class FamilyParser:
         def tell(text: str) -> None:
             self._tell(ReasoningText, 0, self._in_words(text))
 
-        yield from self._read_text(tell, [self._signs[self._reasoning.end]])
-
-    def _read_text(self, tell: Callable[[str], None], marks: Sequence[str]) -> Reading[str | None]:
-        """Tells all text up to one of `marks`, which it returns; None if the output ends before."""
-        pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
-        while True:
-            found = pattern.search(self._buffer, self._place)
-            if found is not None:
-                tell(self._buffer[self._place : found.start()])
-                self._place = found.end()
-                return found[0]
-            held = 0 if self._ended else max((_overlap(self._buffer, m) for m in marks), default=0)
-            end = max(self._place, len(self._buffer) - held)
-            tell(self._buffer[self._place : end])
-            self._place = end
-            if self._ended:
-                return None
-            yield
+        yield from self._read_text(ReasoningText, tell, [self._signs[self._reasoning.end]])
 
     def _read_bare_calls(self) -> Reading[None]:
-        """Calls that are all of the output; what names no tool is an object for the user."""
+        """Calls that are all of the output; what names no tool is for the user."""
+        assert self._tools is not None
         self._unsettled = []
         yield from self._skip_blanks()
+        if self._tools.shape is CallShape.PYTHON:
+            return None if (yield from self._read_python(known_only=True)) else self._give_up()
         if (yield from self._peek()) != "{":
             return self._give_up()
         while (yield from self._read_object(known_only=True)):
@@ -183,6 +127,10 @@ class FamilyParser:
             return
         begun = self._calls
         self._unsettled = [mark]
+        if mark == self._signs[tools.begin]:  # a call without the mark of its section
+            if not (yield from self._read_call(tools)):
+                return self._give_up()
+            self._unsettled = []
         while True:
             yield from self._skip_blanks()
             if (yield from self._accept(section_end)):
@@ -211,10 +159,15 @@ class FamilyParser:
             case CallShape.FENCED:
                 is_call = yield from self._read_fenced(tools)
             case CallShape.NAMED:
-                name = yield from self._read_until(self._signs[tools.separator])
+                name = yield from self._read_until(self._signs[tools.separator], LONGEST_NAME)
                 is_call = name is not None and (yield from self._read_arguments(name))
             case CallShape.TAGGED:
                 is_call = yield from self._read_tags()
+            case CallShape.PYTHON:
+                yield from self._skip_blanks()
+                is_call = yield from self._read_python()
+            case CallShape.MESSAGE:
+                raise AssertionError("has a parser of its own")
         if is_call and tools.end:
             yield from self._accept_after_blanks(self._signs[tools.end])
         return is_call
@@ -234,7 +187,7 @@ class FamilyParser:
             if key == "name" and not name:
                 is_text = (yield from self._next()) == '"'
                 found = (yield from self._read_string()) if is_text else None
-                if found is None or not _NAME.fullmatch(found):
+                if found is None or not TOOL_NAME.fullmatch(found):
                     return self._broken(begun=begun)
                 name = found
                 if known_only and name not in self._parameters:
@@ -261,7 +214,7 @@ class FamilyParser:
         return True
 
     def _read_list(self, tools: ToolFamily) -> Reading[bool]:
-        """Mistral's: a list of objects, or a name, a mark and arguments."""
+        """Mistral's: a list of objects, or a name and arguments with a mark between them; an id before that is passed over."""
         yield from self._skip_blanks()
         if (yield from self._accept("[")):
             while (yield from self._read_object_after_blanks()):
@@ -272,10 +225,14 @@ class FamilyParser:
         name: list[str] = []
         separator = self._signs[tools.separator]
         while not (yield from self._accept(separator)):
+            if (yield from self._accept(self._signs[tools.call_id])):
+                if (yield from self._read_until(separator, LONGEST_NAME)) is None:
+                    return False
+                break
             char = yield from self._peek()
             if char == "{":
                 break
-            if not char or char in self._spelt or len(name) >= _LONGEST_NAME:
+            if not char or char in self._spelt or len(name) >= LONGEST_NAME:
                 return False
             name.append((yield from self._next()))
         return (yield from self._read_arguments("".join(name)))
@@ -286,10 +243,10 @@ class FamilyParser:
 
     def _read_fenced(self, tools: ToolFamily) -> Reading[bool]:
         """DeepSeek V3's."""
-        kind = yield from self._read_until(self._signs[tools.separator])
+        kind = yield from self._read_until(self._signs[tools.separator], LONGEST_NAME)
         if kind is None or kind.strip() != "function":
             return False
-        name = yield from self._read_until("\n```json\n")
+        name = yield from self._read_until("\n```json\n", LONGEST_NAME)
         if name is None or not (yield from self._read_arguments(name)):
             return False
         yield from self._accept_after_blanks("```")
@@ -299,8 +256,8 @@ class FamilyParser:
         """Qwen3-Coder's: each parameter becomes a member of the arguments, of the type that the tool's schema gives it."""
         if not (yield from self._accept_after_blanks("<function=")):
             return False
-        name = yield from self._read_until(">")
-        if name is None or not _NAME.fullmatch(name.strip()):
+        name = yield from self._read_until(">", LONGEST_NAME)
+        if name is None or not TOOL_NAME.fullmatch(name.strip()):
             return False
         self._begin_call(name.strip())
         types = _types(self._parameters.get(name.strip()))
@@ -322,160 +279,151 @@ class FamilyParser:
         self._end_call()
         return True
 
+    def _read_python(self, *, known_only: bool = False) -> Reading[bool]:
+        """A list of calls as Python writes them; whether it was one, or begins with calls."""
+        if not (yield from self._accept("[")):
+            return False
+        while True:
+            yield from self._skip_blanks()
+            name = yield from self._read_word(LONGEST_NAME)
+            if not TOOL_NAME.fullmatch(name) or (known_only and name not in self._parameters):
+                return False
+            if not (yield from self._accept_after_blanks("(")):
+                return False
+            if not (yield from self._read_python_call(name)):
+                return False
+            if not (yield from self._accept_after_blanks(",")):
+                return (yield from self._accept_after_blanks("]")) or True
+            self._unsettled = []
+            if (yield from self._accept_after_blanks("]")):
+                return True
+
+    def _read_python_call(self, name: str) -> Reading[bool]:
+        """What stands between a call's brackets, and the closing one; whether that is a call. Each argument is told as it comes, as JSON."""
+        if (yield from self._accept_after_blanks("**")):
+            yield from self._skip_blanks()
+            if (yield from self._peek()) != "{":
+                return False
+            self._begin_call(name)
+            if (yield from self._read_literal()) and (yield from self._accept_after_blanks(")")):
+                self._end_call()
+            return True
+        told = set[str]()
+        while not (yield from self._accept_after_blanks(")")):
+            key = yield from self._read_word(LONGEST_NAME)
+            if not key or key in told or not (yield from self._accept_after_blanks("=")):
+                return self._broken(begun=bool(told))
+            if not told:
+                self._begin_call(name)
+            self._tell_arguments(f"{', ' if told else '{'}{json.dumps(key)}: ")
+            told.add(key)
+            if not (yield from self._read_literal()):
+                return self._broken(begun=True)
+            if not (yield from self._accept_after_blanks(",")):
+                yield from self._skip_blanks()
+                if (yield from self._peek()) != ")":
+                    return self._broken(begun=True)
+        if not told:
+            self._begin_call(name)
+        self._tell_arguments("}" if told else "{}")
+        self._end_call()
+        return True
+
+    def _read_literal(self, depth: int = 0) -> Reading[bool]:
+        """A literal of Python, told as JSON while it comes; whether it was whole. What JSON writes otherwise, such as `true`, is taken too."""
+        yield from self._skip_blanks()
+        if depth > _DEEPEST_LITERAL:
+            return False
+        for quote in "\"'":
+            if (yield from self._accept(quote)):
+                return (yield from self._read_python_string(quote))
+        for opening, closing in ("[]", "()", "{}"):
+            if (yield from self._accept(opening)):
+                return (yield from self._read_members(closing, depth))
+        literal = _as_json((yield from self._read_word(_LONGEST_NUMBER)))
+        self._tell_arguments(literal)
+        return bool(literal)
+
+    def _read_members(self, closing: str, depth: int) -> Reading[bool]:
+        """Those of a list, a tuple or a dictionary of texts, up to its closing bracket."""
+        keyed = closing == "}"
+        self._tell_arguments("{" if keyed else "[")
+        between = ""
+        while not (yield from self._accept_after_blanks(closing)):
+            self._tell_arguments(between)
+            if keyed:
+                quote = yield from self._next()
+                if quote not in ("'", '"') or not (yield from self._read_python_string(quote)):
+                    return False
+                if not (yield from self._accept_after_blanks(":")):
+                    return False
+                self._tell_arguments(": ")
+            if not (yield from self._read_literal(depth + 1)):
+                return False
+            between = ", "
+            if not (yield from self._accept_after_blanks(",")):
+                if (yield from self._accept_after_blanks(closing)):
+                    break
+                return False
+        self._tell_arguments("}" if keyed else "]")
+        return True
+
+    def _read_python_string(self, quote: str) -> Reading[bool]:
+        """What follows its first quote; three of them are quotes too."""
+        self._tell_arguments('"')
+        if (yield from self._accept(quote)):
+            if not (yield from self._accept(quote)):
+                self._tell_arguments('"')
+                return True
+            quote *= 3
+        while not (yield from self._accept(quote)):
+            char = yield from self._next()
+            if not char:
+                return False
+            if char == "\\":
+                char = yield from self._read_escape()
+            self._tell_arguments(json.dumps(char, ensure_ascii=False)[1:-1])
+        self._tell_arguments('"')
+        return True
+
+    def _read_escape(self) -> Reading[str]:
+        """What a backslash and what follows it stand for. Two halves of a character, as JSON writes it, are that character; one alone is none."""
+        char = yield from self._next()
+        if char not in _CODE_LENGTHS:
+            return _PYTHON_ESCAPES.get(char, "\\" + char)
+        digits = yield from self._read_digits(_CODE_LENGTHS[char])
+        if len(digits) < _CODE_LENGTHS[char]:
+            return f"\\{char}{digits}"
+        code = int(digits, 16)
+        if 0xD800 <= code < 0xDC00 and (yield from self._accept("\\u")):
+            low = yield from self._read_digits(4)
+            if len(low) == 4 and 0xDC00 <= int(low, 16) < 0xE000:
+                return chr(0x10000 + (code - 0xD800) * 0x400 + int(low, 16) - 0xDC00)
+            return f"\ufffd\\u{low}"
+        return "\ufffd" if code > 0x10FFFF or 0xD800 <= code < 0xE000 else chr(code)
+
+    def _read_digits(self, count: int) -> Reading[str]:
+        digits = ""
+        while len(digits) < count and (yield from self._peek()) in _HEX_DIGITS:
+            digits += yield from self._next()
+        return digits
+
+    def _read_word(self, longest: int) -> Reading[str]:
+        """Letters, digits and what numbers are written with besides; as many as there are, up to `longest`."""
+        word: list[str] = []
+        while len(word) < longest and (yield from self._peek()) in _WORD:
+            word.append((yield from self._next()))
+        return "".join(word)
+
     def _read_arguments(self, name: str) -> Reading[bool]:
         """A value behind a name that stands by itself."""
         yield from self._skip_blanks()
-        if not _NAME.fullmatch(name.strip()) or (yield from self._peek()) != "{":
+        if not TOOL_NAME.fullmatch(name.strip()) or (yield from self._peek()) != "{":
             return False
         self._begin_call(name.strip())
         if (yield from self._read_value(self._tell_arguments)):
             self._end_call()
         return True
-
-    # Calls.
-
-    def _begin_call(self, name: str) -> None:
-        self._unsettled = None
-        self._blanks = ""
-        self._tell(ToolCallBegun, self._calls, name)
-        self._calls += 1
-
-    def _tell_arguments(self, text: str) -> None:
-        self._tell(ToolCallArguments, self._calls - 1, self._in_words(text))
-
-    def _end_call(self) -> None:
-        self._tell(ToolCallEnded, self._calls - 1, "")
-
-    def _broken(self, *, begun: bool) -> bool:
-        """What was read is no call, or one that broke off: it has no end."""
-        return begun
-
-    def _give_up(self) -> None:
-        """What was read since a mark was no call."""
-        unsettled, self._unsettled = self._unsettled, None
-        self._tell_content("".join(unsettled or ()))
-
-    # Characters.
-
-    def _peek(self) -> Reading[str]:
-        """The next character, which stays; empty at the end of the output."""
-        while self._place >= len(self._buffer):
-            if self._ended:
-                return ""
-            yield
-        return self._buffer[self._place]
-
-    def _next(self) -> Reading[str]:
-        """The next character; empty at the end of the output."""
-        char = yield from self._peek()
-        self._place += len(char)
-        if self._unsettled is not None:
-            self._unsettled.append(char)
-        return char
-
-    def _next_sign(self) -> Reading[str]:
-        """The next character that is no blank."""
-        yield from self._skip_blanks()
-        return (yield from self._next())
-
-    def _skip_blanks(self) -> Reading[None]:
-        while (char := (yield from self._peek())) and char in _BLANKS:
-            yield from self._next()
-
-    def _accept(self, text: str) -> Reading[bool]:
-        """Whether `text` comes next; then it is read."""
-        while len(self._buffer) - self._place < len(text) and not self._ended:
-            if not text.startswith(self._buffer[self._place :]):
-                return False
-            yield
-        if not self._buffer.startswith(text, self._place):
-            return False
-        self._place += len(text)
-        if self._unsettled is not None:
-            self._unsettled.append(text)
-        return True
-
-    def _accept_after_blanks(self, text: str) -> Reading[bool]:
-        yield from self._skip_blanks()
-        return (yield from self._accept(text))
-
-    def _read_until(self, text: str) -> Reading[str | None]:
-        """What stands before `text`, which is read too; None if the output ends before it."""
-        read: list[str] = []
-        while not (yield from self._accept(text)):
-            char = yield from self._next()
-            if not char:
-                return None
-            read.append(char)
-        return self._in_words("".join(read))
-
-    def _read_string(self) -> Reading[str | None]:
-        """A string of JSON behind its first quote; None if it is none."""
-        read = ['"']
-        while (char := (yield from self._next())) != '"':
-            if not char:
-                return None
-            read.append(char)
-            if char == "\\":
-                read.append((yield from self._next()))
-        try:
-            text = from_json("".join(read) + '"')
-        except ValueError:
-            return None
-        return self._in_words(str(text))
-
-    def _read_value(self, take: Callable[[str], None]) -> Reading[bool]:
-        """A value of JSON, given to `take` as it comes; whether it was whole."""
-        depth, begun, in_string = 0, False, False
-        while char := (yield from self._peek()):
-            if in_string:
-                take((yield from self._next()))
-                if char == "\\":
-                    take((yield from self._next()))
-                elif char == '"':
-                    in_string = False
-                    if not depth:
-                        return True
-                continue
-            if char in self._spelt or (not depth and char in ",}]"):
-                return begun and not depth
-            if not depth and begun and char in _BLANKS:
-                return True
-            take((yield from self._next()))
-            begun = True
-            if char == '"':
-                in_string = True
-            elif char in "{[":
-                depth += 1
-            elif char in "}]":
-                depth -= 1
-                if not depth:
-                    return True
-        return False
-
-
-_LONGEST_NAME = 128
-_TEXTS = (ContentText, ReasoningText, ToolCallArguments)
-
-
-def _event(kind: type, index: int, text: str) -> ParsedEvent:
-    if kind is ToolCallBegun:
-        return ToolCallBegun(index, text)
-    if kind is ToolCallArguments:
-        return ToolCallArguments(index, text)
-    if kind is ToolCallEnded:
-        return ToolCallEnded(index)
-    return ReasoningText(text) if kind is ReasoningText else ContentText(text)
-
-
-def _reasoning_marks(family: ReasoningFamily | None) -> tuple[str, ...]:
-    return () if family is None else (family.begin, family.end)
-
-
-def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `mark`."""
-    longest = min(len(mark) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def _as_object(value: str) -> str | None:
@@ -489,6 +437,28 @@ def _as_object(value: str) -> str | None:
         return text if isinstance(from_json(text or "{}", allow_inf_nan=False), dict) else None
     except ValueError:
         return None
+
+
+def _as_json(word: str) -> str:
+    """A number or a constant of Python as JSON; empty for what is neither."""
+    if word in _JSON_WORDS:
+        return word
+    if (known := _PYTHON_WORDS.get(word)) is not None:
+        return known
+    return word if _JSON_NUMBER.fullmatch(word) else _number(word)
+
+
+def _number(word: str) -> str:
+    """One that Python writes otherwise than JSON."""
+    try:
+        return str(int(word, 0))
+    except ValueError:
+        pass
+    try:
+        value = float(word)
+    except ValueError:
+        return ""
+    return json.dumps(value) if isfinite(value) else ""
 
 
 def _types(parameters: object) -> Mapping[str, object]:

@@ -88,7 +88,7 @@ def logits_after_each(
         block_tokens,
         arena.num_blocks,
         decoder.device,
-        decoder.kernels.split_rule(decoder.spec.num_kv_heads),
+        decoder.kernels.split_rule(decoder.spec.num_heads, arena.layer(0)),
     )
     parts = []
     step = chunk or len(tokens)

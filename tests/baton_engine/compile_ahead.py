@@ -7,6 +7,7 @@ interpret, which is settled when a kernel is defined.
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 _ALIGNED = [["tt.divisibility", 16]]
 _NUMBERS = {"int": "i32", "float": "fp32"}
+_BUFFERS = re.compile(r"ttg\.local_alloc.*memdesc<(\d+)x\d+x\d+x")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class Built:
         shared_bytes: Per program.
         matrix_instructions: Hopper's (`HGMMA`) in the machine code.
         wide_loads: Those of 16 bytes (`LDG.E.128`).
+        buffers: Into which tiles of pages are fetched in turn: the fewest of any tensor; 0 where nothing is fetched ahead.
     """
 
     registers: int
@@ -63,6 +66,7 @@ class Built:
     shared_bytes: int
     matrix_instructions: int
     wide_loads: int
+    buffers: int
 
 
 def compile_ahead(builds: Sequence[Build], capability: int, folder: Path) -> list[Built]:
@@ -124,6 +128,7 @@ def _build(build: Build, capability: int, folder: Path) -> Built:
         shared_bytes=compiled.metadata.shared,
         matrix_instructions=code.count("HGMMA"),
         wide_loads=code.count("LDG.E.128"),
+        buffers=min(map(int, _BUFFERS.findall(compiled.asm["ttgir"])), default=0),
     )
 
 

@@ -79,7 +79,7 @@ class CuttingKernels(ReferenceKernels):
 
     RULE = SplitRule(spread=3)
 
-    def split_rule(self, num_kv_heads: int) -> SplitRule:  # type: ignore[override]
+    def split_rule(self, num_heads: int, pages: torch.Tensor) -> SplitRule:  # type: ignore[override]
         return self.RULE
 
     def paged_attention(

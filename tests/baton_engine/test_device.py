@@ -1,10 +1,14 @@
 """Where an engine computes, and that all of a step is computed there."""
 
+import ctypes
+import resource
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +16,14 @@ from baton.errors import ConfigError
 from baton.generation import SamplingParams
 from baton.ids import BlockId
 from baton_engine.cache.arena import KvArena
-from baton_engine.device import arena_buffer, choose_device, computing_on, layer_marker, wait_for
+from baton_engine.device import (
+    arena_buffer,
+    choose_device,
+    computing_on,
+    keep_freed_memory,
+    layer_marker,
+    wait_for,
+)
 from baton_engine.models.config import kv_layout, load_spec
 from baton_engine.models.loader import load_decoder
 from baton_engine.runner import ModelRunner
@@ -228,3 +239,24 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, *, gpus: int, built_for: str | Non
     monkeypatch.setattr(torch.version, "cuda", built_for)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_what_one_step_freed_is_not_mapped_again_for_the_next() -> None:
+    faults: list[int] = []
+
+    def take_and_free(size: int) -> None:
+        for _ in range(20):
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            held = [np.empty(size >> 1, np.uint8) for _ in range(3)]
+            for array in held:
+                array.fill(1)
+            del array, held
+            faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+
+    keep_freed_memory()
+    thread = Thread(target=take_and_free, args=(8 << 20,))  # with a heap of its own, as the engine
+    thread.start()
+    thread.join()
+    assert faults[0] > 1000
+    assert max(faults[1:]) < 100

@@ -28,9 +28,11 @@ def test_every_context_has_a_piece_and_an_empty_one_has_none(contexts, spread):
         assert (count > 0) == (context > 0)
 
 
-@given(contexts=CONTEXTS, spread=st.integers(1, 600))
-def test_no_piece_is_longer_than_its_share_of_the_step(contexts, spread):
-    _, first_piece = SplitRule(spread=spread).cut(np.array(contexts, np.int32))
+@given(contexts=CONTEXTS, spread=st.integers(1, 600), most=st.integers(1, 40))
+def test_no_piece_is_longer_than_its_share_of_the_step_or_of_its_row(contexts, spread, most):
+    rule = SplitRule(spread=spread, most_of_row=most)
+    _, first_piece = rule.cut(np.array(contexts, np.int32))
     share = max(1, -(-sum(map(runs_of, contexts)) // spread))
     for context, count in zip(contexts, np.diff(first_piece), strict=True):
-        assert runs_of(context) <= count * share
+        assert count <= most
+        assert runs_of(context) <= count * max(share, -(-runs_of(context) // most))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton_engine.kernels.triton.checks import HEAD_DIMS
-from tests.baton_engine.compile_ahead import Build, compile_ahead
+from tests.baton_engine.compile_ahead import Build, Built, compile_ahead
 from tests.baton_engine.triton_cases import kernels, needs_triton
 
 pytestmark = needs_triton
@@ -65,7 +65,8 @@ def add_pieces(head_dim: int = 128) -> Build:
     return Build(
         kernel="decode_attention:add_pieces_kernel",
         pointers={"piece_sums": "fp32", "piece_logs": "fp32", "first_piece": "i32", "out": "bf16"},
-        constants={"heads": 32, "head_dim": head_dim, "width": 1 << (head_dim - 1).bit_length()},
+        constants={"heads": 32, "head_dim": head_dim, "taken": 16}
+        | {"width": 1 << (head_dim - 1).bit_length()},
         options={"num_warps": 2},
     )
 
@@ -152,17 +153,45 @@ def add_parts() -> Build:
     )
 
 
-def random_draw() -> Build:
-    """Of a vocabulary of any size."""
-    wide = {"places": "i64", "top_k": "i64", "out": "i64", "targets": "fp64", "top_p": "fp64"}
-    narrow = ("scores", "highest", "temperatures", "min_p", "weights")
-    return Build(
-        kernel="random_draw:random_draw_kernel",
-        pointers=dict.fromkeys(narrow, "fp32") | wide,
-        numbers=dict.fromkeys(("num_filtering", "vocab", "num_samples"), "int"),
-        constants={"tile": 2048},
-        options={"num_warps": 8},
-    )
+def draws() -> list[Build]:
+    """The kernels of a random draw with every filter, of a vocabulary of up to 262,144."""
+    narrow = ("scores", "highest", "temperatures", "min_p", "weights", "limits")
+    kinds = dict.fromkeys(narrow, "fp32") | {"lows": "i32"}
+    kinds |= dict.fromkeys(("places", "top_k", "out"), "i64")
+    kinds |= dict.fromkeys(("targets", "top_p", "partials", "wanted", "tile_sums"), "fp64")
+    searched = {"tiles_width": 128, "digit_bits": 6, "passes": 5}
+    passes = searched | {"part": 64}
+    taken: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
+        "weigh": (
+            ("scores", "highest", "places", "temperatures", "weights", "tile_sums"), (), {}
+        ),
+        "top_k": (("weights", "top_k", "partials", "lows"), ("number", "rows"), passes),
+        "top_p": (
+            ("weights", "top_k", "top_p", "partials", "lows", "wanted"),
+            ("number", "rows"),
+            passes | {"after_top_k": True},
+        ),
+        "keep": (
+            ("weights", "top_k", "top_p", "min_p", "partials", "lows", "wanted", "limits", "tile_sums"),
+            ("rows",),
+            searched | {"after_top_k": True, "after_top_p": True},
+        ),
+        "pick": (
+            ("weights", "tile_sums", "limits", "targets", "out"),
+            ("num_filtering", "samples", "tiles"),
+            {},
+        ),
+    }  # fmt: skip
+    return [
+        Build(
+            kernel=f"random_draw:{name}_kernel",
+            pointers={pointer: kinds[pointer] for pointer in pointers},
+            numbers=dict.fromkeys((*numbers, "vocab"), "int"),
+            constants={"tile": 2048} | constants,
+            options={"num_warps": 4 if name == "weigh" else 8},
+        )
+        for name, (pointers, numbers, constants) in taken.items()
+    ]
 
 
 def served(capability: int) -> list[Build]:
@@ -179,7 +208,7 @@ def served(capability: int) -> list[Build]:
         page_move(),
         page_move(alignment=8),
         page_sum(),
-        random_draw(),
+        *draws(),
     ]
 
 
@@ -205,23 +234,55 @@ def every_shape(capability: int) -> list[Build]:
     return [*builds, rotate(bits=8)] if capability >= 90 else builds
 
 
+SHARED_MEMORY = {80: 164 * 1024, 90: 228 * 1024}
+"""Of a multiprocessor."""
+MOST_SHARED = {80: 99 * 1024, 90: 227 * 1024}
+"""Of a program. What is compiled as for sm_80 runs on sm_86 and sm_89 too, which have the least."""
+
+
 def assert_built(builds: list[Build], capability: int, folder: Path) -> None:
-    """No registers are spilled, shared memory suffices, and matrix products are Hopper's where there are enough rows."""
-    room = (228 if capability >= 90 else 164) * 1024
+    """No registers are spilled, shared memory suffices, matrix products are Hopper's where there are enough rows, and attention fetches
+    its next tile while it multiplies one, in two programs at once wherever heads are not wide.
+    """
     for build, built in zip(builds, compile_ahead(builds, capability, folder), strict=True):
         assert not built.spilled_bytes, f"{build} spills: {built}"
-        assert built.shared_bytes < room, f"{build} takes too much shared memory: {built}"
+        assert built.shared_bytes <= MOST_SHARED[capability], (
+            f"{build} takes too much shared memory: {built}"
+        )
         if capability == 90 and build.constants.get("rows", 0) >= 64:
             assert built.matrix_instructions, f"{build} has no HGMMA: {built}"
         if "alignment" in build.constants:
             assert bool(built.wide_loads) == (build.constants["alignment"] == 16), (
                 f"{build}: {built}"
             )
+        if (
+            "tile" in build.constants
+            and "head_dim" in build.constants
+            and not is_wide_prefill(build)
+        ):
+            assert built.buffers >= 2, f"{build} waits for each tile: {built}"
+            assert programs(build, built, capability) >= 2, f"{build} runs alone: {built}"
+
+
+def is_wide_prefill(build: Build) -> bool:
+    return "prefill" in build.kernel and build.constants["width"] > 128
+
+
+def programs(build: Build, built: Built, capability: int) -> int:
+    return int(
+        kernels("occupancy").resident_programs(
+            registers=built.registers,
+            shared_bytes=built.shared_bytes,
+            num_warps=build.options["num_warps"],
+            shared_memory=SHARED_MEMORY[capability],
+            most_threads=2048,
+        )
+    )
 
 
 def batches_of_one() -> list[Build]:
     """Of those that Triton would compile once more for a batch of one, because it makes a constant of a 1."""
-    may_be_one = {"num_rows", "table_width", "window", "num_samples", "num_filtering", "pieces"}
+    may_be_one = {"num_rows", "table_width", "window", "samples", "num_filtering", "pieces", "rows"}
     builds = [
         replace(build, ones=tuple(sorted(may_be_one & build.numbers.keys())))
         for build in (*served(90), attention("prefill", 90, uniform=True), row_matmul(apart=True))

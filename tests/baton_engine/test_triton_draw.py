@@ -1,4 +1,4 @@
-"""Random draws in one kernel, against their torch twin."""
+"""Random draws over tiles of the vocabulary, against their torch twin."""
 
 from typing import Any
 
@@ -92,6 +92,26 @@ def test_a_row_draws_the_same_alone_and_among_others():
     for column, place in enumerate(order):
         alone = draw_with_triton(scores, highest, arrived(rows, [place]))
         assert alone[0, 0] == together[column, 0]
+
+
+def test_what_filters_or_a_grammar_leave_out_is_never_drawn():
+    """Targets from 0 up to the last float below 1, over rows whose tiles are mostly empty."""
+    scores = torch.full((2, 5000), float("-inf"), device=DEVICE)
+    scores[:, [3, 2047, 2048, 4500]] = torch.tensor([1.0, 0.5, 0.9, 0.2], device=DEVICE)
+    targets = torch.tensor([[0.0, 0.25, 0.5, 0.75, 1 - 2.0**-53]] * 2, dtype=torch.float64)
+    drawn = kernels("random_draw").random_draw(
+        scores,
+        scores.amax(-1, keepdim=True),
+        torch.tensor([1, 0], device=DEVICE),
+        torch.ones(2, device=DEVICE),
+        targets.to(DEVICE),
+        (
+            torch.tensor([3], device=DEVICE),
+            torch.tensor([0.9], dtype=torch.float64, device=DEVICE),
+            torch.zeros(1, device=DEVICE),
+        ),
+    )
+    assert drawn.tolist() == [[3, 3, 2047, 2048, 2048], [3, 3, 2047, 2048, 4500]]
 
 
 def test_a_row_that_is_not_finite_disturbs_no_other():

@@ -30,9 +30,7 @@ def variants(steps: int, timeout_s: float) -> dict[str, list[int]]:
 
 
 def check(found: dict[str, list[int]]) -> None:
-    assert {"prefill_attention_kernel", "decode_attention_kernel", "random_draw_kernel"} <= set(
-        found
-    )
+    assert {"prefill_attention_kernel", "decode_attention_kernel", "top_p_kernel"} <= set(found)
     late = {kernel: steps for kernel, steps in found.items() if max(steps) >= 0}
     assert not late
 

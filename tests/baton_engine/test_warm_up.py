@@ -22,7 +22,8 @@ def test_chunks_decodes_beside_them_and_every_kind_of_draw_are_computed() -> Non
     params = [row.seq.params for row in rows]
     assert any(p.temperature == 0 for p in params)
     assert any(p.temperature and not p.top_k for p in params)
-    assert any(p.top_k and p.top_p < 1 and p.min_p for p in params)
+    looked_for = {(p.top_k > 0, p.top_p < 1, p.min_p > 0) for p in params if p.temperature}
+    assert looked_for >= {(1, 1, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)}
     assert any({1} < {row.num_tokens for row in plan.rows} for plan in runner.plans)
     assert all(len(row.seq.blocks) == 1 for row in rows)
 

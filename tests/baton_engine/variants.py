@@ -83,7 +83,7 @@ def main() -> None:
     layout = kv_layout(decoder.spec, torch.float16, _BLOCK_TOKENS)
     pages = _MOST_ROWS * -(-_LONGEST // _BLOCK_TOKENS)
     arena = KvArena(layout, pages, memoryview(bytearray(layout.region_bytes(pages))))
-    rule = decoder.kernels.split_rule(_SHAPE.kv_heads)
+    rule = decoder.kernels.split_rule(_SHAPE.heads, arena.layer(0))
     builder = InputBuilder(_BLOCK_TOKENS, pages, _CPU, rule)
     with patch("baton_engine.runner.choose_draw", lambda device: draw_with_triton):
         runner = ModelRunner(decoder, arena)
@@ -133,6 +133,8 @@ def _draw(numbers: random.Random, rows: int) -> None:
         torch.ones(drawn),
         torch.zeros(drawn, samples, dtype=torch.float64),
         filters if filtering else None,
+        with_top_k=numbers.random() < 0.5,
+        with_top_p=numbers.random() < 0.5,
     )
 
 

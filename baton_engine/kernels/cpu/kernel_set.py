@@ -63,7 +63,7 @@ class CpuKernels:
             for pages in page_dtypes(dtype)
         }
 
-    def split_rule(self, num_kv_heads: int) -> None:
+    def split_rule(self, num_heads: int, pages: torch.Tensor) -> None:
         """None: contexts are read whole."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -15,9 +15,12 @@ import triton.language as tl
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.splits import PIECE_TOKENS, Splits
 from baton_engine.kernels.triton.checks import expect, expect_pages
-from baton_engine.kernels.triton.paged_tiles import LOG2_E, attend_tile
+from baton_engine.kernels.triton.occupancy import resident_programs
+from baton_engine.kernels.triton.paged_tiles import LOG2_E, attend_tile, blocks_of_tile
 from baton_engine.kernels.triton.prefill_attention import expect_attention
 
+PIECES_AT_ONCE = 16
+"""Added up by a program in one go: their loads do not wait for one another."""
 _LEAST_ROWS = 16
 """The smallest matrix instruction's."""
 
@@ -79,9 +82,12 @@ def decode_attention_kernel(
     sums = tl.zeros([rows, width], tl.float32)
     total = tl.zeros([rows], tl.float32)
     highest = tl.full([rows], float("-inf"), tl.float32)
+    coming = blocks_of_tile(table, begin, end, block_tokens, tile)
     for first in tl.range(begin, end, tile):
+        blocks = coming
+        coming = blocks_of_tile(table, first + tile, end, block_tokens, tile)
         sums, total, highest = attend_tile(
-            queries, pages, table, sums, total, highest, position, first, end, scale, window,
+            queries, pages, blocks, sums, total, highest, position, first, end, scale, window,
             kv_head, kv_heads, block_tokens, head_dim, width, tile, True, windowed,
         )  # fmt: skip
     # A piece may be empty, when there are more than runs to share out.
@@ -105,8 +111,9 @@ def add_pieces_kernel(
     heads: tl.constexpr,
     head_dim: tl.constexpr,
     width: tl.constexpr,
+    taken: tl.constexpr,
 ):
-    """One head of one row: its pieces in order; zeros where there are none."""
+    """One head of one row: its pieces in order, `taken` of them at once; zeros where there are none."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     at = tl.arange(0, width)
@@ -115,17 +122,21 @@ def add_pieces_kernel(
     sums = tl.zeros([width], tl.float32)
     total = 0.0
     highest = float("-inf")
-    for index in tl.range(0, end - begin):
-        piece = begin.to(tl.int64) + index
-        log = tl.load(piece_logs + piece * heads + head)
-        place = (piece * heads + head) * head_dim + at
-        values = tl.load(piece_sums + place, mask=at < head_dim, other=0.0)
-        now = tl.maximum(highest, log)
+    for first in tl.range(begin, end, taken):
+        piece = first + tl.arange(0, taken)
+        place = piece.to(tl.int64) * heads + head
+        logs = tl.load(piece_logs + place, mask=piece < end, other=float("-inf"))
+        values = tl.load(
+            piece_sums + place[:, None] * head_dim + at[None, :],
+            mask=(piece < end)[:, None] & (at < head_dim)[None, :],
+            other=0.0,
+        )
+        now = tl.maximum(highest, tl.max(logs, 0))
         base = tl.where(now == float("-inf"), 0.0, now)
         fading = tl.exp2(highest - base)
-        weight = tl.exp2(log - base)
-        sums = sums * fading + values * weight
-        total = total * fading + weight
+        weights = tl.exp2(logs - base)
+        sums = sums * fading + tl.sum(values * weights[:, None], 0)
+        total = total * fading + tl.sum(weights, 0)
         highest = now
     result = sums / tl.where(begin == end, 1.0, total)
     place = (row.to(tl.int64) * heads + head) * head_dim + at
@@ -203,13 +214,58 @@ def decode_attention(
         heads=heads,
         head_dim=head_dim,
         width=triton.next_power_of_2(head_dim),
+        taken=PIECES_AT_ONCE,
         num_warps=2,
     )
     return out
 
 
+def programs_per_multiprocessor(num_heads: int, pages: torch.Tensor) -> int:
+    """How many programs a multiprocessor holds at once of the kernel that decodes without a window are attended by; compiles it, which
+    blocks for about a second where it is not in Triton's cache.
+
+    Args:
+        num_heads: Query heads.
+        pages: One layer's arena, on a GPU.
+    """
+    kv_heads, block_tokens, head_dim = expect_pages(pages)
+    narrow = pages.dtype.itemsize == 1
+    dtype = torch.bfloat16 if narrow else pages.dtype
+    tile = decode_tile(head_dim, num_heads // kv_heads)
+    integers, numbers = (torch.int32,) * 4, (torch.float32,) * 2
+    compiled = decode_attention_kernel.warmup(
+        dtype,
+        pages.dtype,
+        *integers,
+        torch.float32 if narrow else dtype,
+        *numbers,
+        1,
+        1.0,
+        0,
+        heads=num_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_tokens=block_tokens,
+        windowed=False,
+        scaled=narrow,
+        grid=(1,),
+        **tile,
+    )
+    compiled._init_handles()  # as Triton's own guide does: registers are known once it is loaded
+    gpu = torch.cuda.get_device_properties(pages.device)
+    return resident_programs(
+        shared_memory=gpu.shared_memory_per_multiprocessor,
+        most_threads=gpu.max_threads_per_multi_processor,
+        registers=compiled.n_regs,
+        shared_bytes=compiled.metadata.shared,
+        num_warps=tile["num_warps"],
+    )
+
+
 def decode_tile(head_dim: int, group: int) -> dict[str, int]:
-    """Launch settings with as many bytes under way as shared memory holds for two programs per multiprocessor."""
+    """Launch settings: the next tile's keys and values are fetched while this one's are multiplied, from two buffers each, which shared
+    memory holds for two or three programs per multiprocessor.
+    """
     return {
         "rows": max(_LEAST_ROWS, triton.next_power_of_2(group)),
         "tile": 32 if head_dim > 128 else PIECE_TOKENS,

@@ -8,13 +8,18 @@ import torch
 from baton_engine.kernels.ports import HeadNorms, PagedBatch, Rotation
 from baton_engine.kernels.splits import SplitRule
 from baton_engine.kernels.triton import rms_norm, rotary_store, row_matmul, silu_mul
-from baton_engine.kernels.triton.decode_attention import decode_attention
+from baton_engine.kernels.triton.decode_attention import (
+    PIECES_AT_ONCE,
+    decode_attention,
+    programs_per_multiprocessor,
+)
 from baton_engine.kernels.triton.prefill_attention import prefill_attention
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16)
 """What the matrix instructions take; float32 is served by torch."""
 
-_PROGRAMS_PER_MULTIPROCESSOR = 4
+_PROGRAMS_INTERPRETED = 2
+"""Per multiprocessor, where there is none to hold them."""
 
 
 class TritonKernels:
@@ -25,11 +30,20 @@ class TritonKernels:
     """
 
     def __init__(self, multiprocessors: int) -> None:
-        self._programs = multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
+        self._multiprocessors = multiprocessors
 
-    def split_rule(self, num_kv_heads: int) -> SplitRule | None:
-        """See `KernelSet.split_rule`: as many pieces as fill the GPU."""
-        return SplitRule(spread=max(1, self._programs // num_kv_heads))
+    def split_rule(self, num_heads: int, pages: torch.Tensor) -> SplitRule | None:
+        """See `KernelSet.split_rule`: as many pieces as the GPU works on at once, and no more of a row than are soon added up, unless
+        fewer left multiprocessors idle.
+        """
+        kv_heads = pages.shape[1]
+        at_once = _PROGRAMS_INTERPRETED
+        if pages.device.type == "cuda":
+            at_once = programs_per_multiprocessor(num_heads, pages)
+        return SplitRule(
+            spread=max(1, self._multiprocessors * at_once // kv_heads),
+            most_of_row=max(2 * PIECES_AT_ONCE, -(-self._multiprocessors // kv_heads)),
+        )
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `KernelSet.rms_norm`."""
@@ -86,7 +100,7 @@ class InvariantTritonKernels(TritonKernels):
     def __init__(self) -> None:
         super().__init__(multiprocessors=1)
 
-    def split_rule(self, num_kv_heads: int) -> None:
+    def split_rule(self, num_heads: int, pages: torch.Tensor) -> None:
         """None: contexts are read whole, so that a token that is decoded is summed like one of a prompt."""
 
     def paged_attention(

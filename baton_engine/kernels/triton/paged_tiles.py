@@ -12,10 +12,24 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
+def blocks_of_tile(table, first, end, block_tokens: tl.constexpr, tile: tl.constexpr):
+    """The pages of the keys `[first, first + tile)` of a sequence: one number where a page holds them all, else `[tile]`, int32.
+
+    Read a round before they are needed: a load whose address was loaded in the same round keeps the compiler from fetching the
+    next tile's keys and values while this one's are multiplied. Nothing of `table` is read for keys from `end` on.
+    """
+    if block_tokens >= tile:
+        blocks = tl.load(table + first // block_tokens, mask=first < end, other=0)
+    else:
+        key = first + tl.arange(0, tile)
+        blocks = tl.load(table + key // block_tokens, mask=key < end, other=0)
+    return blocks
+
+
+@triton.jit
 def key_rows(
-    table,
+    blocks,
     first,
-    end,
     kv_head,
     kv_heads: tl.constexpr,
     block_tokens: tl.constexpr,
@@ -23,22 +37,19 @@ def key_rows(
     tile: tl.constexpr,
 ):
     """Where the keys `[first, first + tile)` of a sequence lie, in elements from the arena's start, `[tile]` int64; their values
-    lie `block_tokens * head_dim` further. `first` is a multiple of `tile`. Nothing of `table` is read for keys from `end` on.
+    lie `block_tokens * head_dim` further. `first` is a multiple of `tile`; `blocks` are its pages.
     """
-    key = first + tl.arange(0, tile)
+    slot = (first + tl.arange(0, tile)) % block_tokens
     if block_tokens >= tile:
-        block = tl.load(table + first // block_tokens).to(tl.int64)
-        row = (block * kv_heads + kv_head) * 2 * block_tokens
-        return (row + first % block_tokens + tl.arange(0, tile)) * head_dim
-    blocks = tl.load(table + key // block_tokens, mask=key < end, other=0).to(tl.int64)
-    return ((blocks * kv_heads + kv_head) * 2 * block_tokens + key % block_tokens) * head_dim
+        slot = first % block_tokens + tl.arange(0, tile)
+    return ((blocks.to(tl.int64) * kv_heads + kv_head) * 2 * block_tokens + slot) * head_dim
 
 
 @triton.jit
 def attend_tile(
     query,
     pages,
-    table,
+    blocks,
     sums,
     total,
     highest,
@@ -58,7 +69,7 @@ def attend_tile(
 ):
     """One round: `query` `[rows, width]` over the keys `[first, first + tile)`.
 
-    Without `hides` every row sees every key of the tile. The bits of a row's result are the same either way, and do not depend
+    The tile's pages are `blocks` (`blocks_of_tile`). Without `hides` every row sees every key of the tile. The bits of a row's result are the same either way, and do not depend
     on which other rows are in the tile.
 
     Returns:
@@ -66,7 +77,7 @@ def attend_tile(
     """
     at = tl.arange(0, width)
     key = first + tl.arange(0, tile)
-    rows = key_rows(table, first, end, kv_head, kv_heads, block_tokens, head_dim, tile)
+    rows = key_rows(blocks, first, kv_head, kv_heads, block_tokens, head_dim, tile)
     key_at = pages + rows[None, :] + at[:, None]
     value_at = pages + (rows + block_tokens * head_dim)[:, None] + at[None, :]
     if hides:

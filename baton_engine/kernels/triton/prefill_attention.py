@@ -17,7 +17,7 @@ import triton.language as tl
 
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.triton.checks import expect, expect_pages, expect_scales
-from baton_engine.kernels.triton.paged_tiles import LOG2_E, attend_tile
+from baton_engine.kernels.triton.paged_tiles import LOG2_E, attend_tile, blocks_of_tile
 
 
 # Not compiled anew for arguments that change from step to step: rows are counted, and the leading ones cut off.
@@ -95,20 +95,29 @@ def prefill_attention_kernel(
     total = tl.zeros([rows], tl.float32)
     highest = tl.full([rows], float("-inf"), tl.float32)
     if windowed and not uniform:
+        coming = blocks_of_tile(table, begin, end, block_tokens, tile)
         for first in tl.range(begin, plain, tile):
+            blocks = coming
+            coming = blocks_of_tile(table, first + tile, end, block_tokens, tile)
             sums, total, highest = attend_tile(
-                queries, pages, table, sums, total, highest, position, first, end, scale, window,
+                queries, pages, blocks, sums, total, highest, position, first, end, scale, window,
                 kv_head, kv_heads, block_tokens, head_dim, width, tile, True, windowed,
             )  # fmt: skip
     if not uniform:
+        coming = blocks_of_tile(table, plain, end, block_tokens, tile)
         for first in tl.range(plain, full, tile):
+            blocks = coming
+            coming = blocks_of_tile(table, first + tile, end, block_tokens, tile)
             sums, total, highest = attend_tile(
-                queries, pages, table, sums, total, highest, position, first, end, scale, window,
+                queries, pages, blocks, sums, total, highest, position, first, end, scale, window,
                 kv_head, kv_heads, block_tokens, head_dim, width, tile, False, windowed,
             )  # fmt: skip
+    coming = blocks_of_tile(table, full, end, block_tokens, tile)
     for first in tl.range(full, end, tile):
+        blocks = coming
+        coming = blocks_of_tile(table, first + tile, end, block_tokens, tile)
         sums, total, highest = attend_tile(
-            queries, pages, table, sums, total, highest, position, first, end, scale, window,
+            queries, pages, blocks, sums, total, highest, position, first, end, scale, window,
             kv_head, kv_heads, block_tokens, head_dim, width, tile, True, windowed,
         )  # fmt: skip
     result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -195,17 +204,20 @@ def prefill_attention(
 
 
 def tile_of(head_dim: int, group: int, *, hopper: bool, narrow: bool = False) -> dict[str, int]:
-    """Launch settings that keep everything in registers: 128 rows are two warp groups' worth of a Hopper matrix instruction.
-    Wide heads from `narrow` pages, of 8 bits, need room to be widened in.
+    """Launch settings that keep everything in registers, and let a multiprocessor hold two programs wherever that is possible, so that
+    one's softmax runs under the other's matrix products. Pages that matrix instructions do not read as they are, those of 8 bits
+    (`narrow`) and any before Hopper, take a stage more until two buffers are in turn.
     """
     width = triton.next_power_of_2(head_dim)
     wide = width > 128
+    two_groups = hopper and not narrow and width <= 64
+    rows = max(128 if two_groups else 64, triton.next_power_of_2(group))
     return {
-        "rows": max(64 if wide and (narrow or not hopper) else 128, triton.next_power_of_2(group)),
+        "rows": rows,
         "tile": 64 if hopper and not wide else 32,
         "width": width,
-        "num_warps": 8,
-        "num_stages": 2,
+        "num_warps": 4 if rows == 64 and not wide else 8,
+        "num_stages": 2 if (not narrow if hopper else wide) else 3,
     }
 
 

@@ -15,7 +15,9 @@ async def test_a_conversation_is_answered_with_a_message():
     async with serve() as served:
         served.says("hello there")
         reply = MessageReply.model_validate_json((await ask(served)).content, strict=True)
-        assert [block.text for block in reply.content] == ["hello there"]
+        assert [block.model_dump() for block in reply.content] == [
+            {"type": "text", "text": "hello there"}
+        ]
         assert (reply.role, reply.model, reply.stop_reason) == ("assistant", MODEL, "end_turn")
         prompt = len(served.generator.requests[0].prompt.prompt_tokens)
         assert reply.usage.input_tokens + reply.usage.cache_read_input_tokens == prompt
@@ -114,10 +116,15 @@ async def test_a_fault_in_mid_stream_is_the_streams_last_event():
         {"stop_sequences": [""]},
         {"top_k": -1},
         {"tools": [{"name": "t", "input_schema": {}}]},
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"tools": [{"name": "no spaces"}]},
         {"tool_choice": {"type": "any"}},
+        {"tool_choice": {"type": "tool", "name": "t"}},
+        {"tool_choice": {"type": "tool"}},
         {"thinking": {"type": "enabled", "budget_tokens": 5}},
+        {"thinking": {"type": "enabled", "budget_tokens": 50}},
+        {"thinking": {"type": "enabled", "budget_tokens": 0}},
         {"mcp_servers": [{}]},
-        {"output_config": {"effort": "low"}},
         {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
         {"n": 2},
         {"prompt_logprobs": 1},

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from baton.generation import FinishReason, TokenSample
 from baton.pretrained import PretrainedTokenizer
+from router.generation.answer_form import CallableTools
 from router.generation.generation_run import Choice, Delta, MarkedTokens, keep
 from router.generation.parsed_choice import ParsedChoice
 from router.openai.requests import ChatCompletionRequest
@@ -20,7 +21,9 @@ from tests.router.parsing.test_parser import Said, said
 from tests.router.text.tiny_tokenizers import token_id
 
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-TOOLS = [ToolSchema(name="now", parameters={"type": "object"})]
+CALLABLE = CallableTools(
+    tools=(ToolSchema(name="now", parameters={"type": "object"}),), required=False, parallel=True
+)
 TEXT = (
     'hmé</think>\n\nWell:\n<tool_call>\n{"name": "now", "arguments": {"x": "<y>é"}}\n</tool_call>'
 )
@@ -49,7 +52,8 @@ def deltas(
     )
     reads = MarkedTokens(
         texts={token: mark for mark, token in found.marker_ids.items()},
-        reasoning=(found.marker_ids["<think>"], found.marker_ids["</think>"]),
+        reasoning_begin=found.reasoning_begin,
+        reasoning_ends=found.reasoning_ends,
         in_reasoning=True,
     )
     stops = StopStrings(stop) if stop else None
@@ -67,7 +71,7 @@ def deltas(
 
 
 def parsed(tokenizer: Tokenizer, gained: Sequence[Delta]) -> Said:
-    choice = ParsedChoice(made_format(tokenizer).parser(TOOLS, in_reasoning=True))
+    choice = ParsedChoice(made_format(tokenizer), CALLABLE, in_reasoning=True)
     return said([event for delta in gained for event in choice.push(delta)])
 
 
@@ -101,7 +105,22 @@ def test_a_stop_string_that_begins_like_a_mark_holds_it_back_and_loses_nothing(
 def test_text_that_spells_a_mark_is_text(tokenizer: Tokenizer) -> None:
     spelt = "a</think>b<tool_call>c"
     ids = [token_id(tokenizer.backend, char) for char in spelt]
-    choice = ParsedChoice(made_format(tokenizer).parser(TOOLS, in_reasoning=False))
+    choice = ParsedChoice(made_format(tokenizer), CALLABLE, in_reasoning=False)
     found = said(choice.push(Delta(0, spelt, ids, finish=FinishReason.STOP)))
     assert (found.content, found.calls) == (spelt, [])
     assert json.dumps(found.content)
+
+
+def test_tokens_of_reasoning_are_counted_where_several_begin_it() -> None:
+    reads = MarkedTokens(reasoning_begin=(1, 7, 2), reasoning_ends=frozenset({3, 4}))
+    body = ChatCompletionRequest.model_validate(
+        {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    )
+    backend = byte_tokenizer(MARKS, special=True)
+    pretrained = PretrainedTokenizer(backend=backend, special_tokens={}, chat_template=None)
+    made = Tokenizer(pretrained, threads=1)
+    choice = Choice(0, made.decoder(), body, None, reads)
+    for token in (1, 8, 1, 1, 7, 2, 9, 1, 3, 9, 1, 7, 2, 4, 7, 2):
+        choice.push(TokenSample(sample=0, token=token))
+    assert choice.num_reasoning_tokens == 6 + 4
+    made.close()

@@ -18,7 +18,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if thinks %}<think>\n{% endif %}"
     "{# </think> #}"
 )
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -209,6 +209,90 @@ async def test_the_template_sees_tools_calls_and_results() -> None:
         await served.chat(messages=messages, tools=[NOW], tool_choice="none")
         hidden = served.generator.requests[-1].prompt.prompt_tokens
         assert "<tools>" not in await served.tokenizer.decode(list(hidden))
+
+
+HARMONY = (
+    "{{ reasoning_effort }}{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
+    "{% if m.thinking %}[{{ m.thinking }}]{% endif %}"
+    "{% for c in m.tool_calls or [] %}<|channel|>{{ c.function.arguments | tojson }}{% endfor %}<|end|>"
+    "{% endfor %}<|start|>assistant"
+)
+ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+
+
+async def test_channels_of_harmony_are_reasoning_content_and_calls() -> None:
+    async with serve(chat_template=HARMONY) as served:
+        served.says(f"{ANALYSIS}<|channel|>final<|message|>42")
+        *chunks, _ = events((await served.chat(stream=True, reasoning_effort="high")).text)
+        said, finish = message_of(chunks)
+        assert (said["reasoning"], said["content"], finish) == ("hm", "42", "stop")
+        prompt = served.generator.requests[-1].prompt.prompt_tokens
+        assert (await served.tokenizer.decode(list(prompt))).startswith("high<|start|>user")
+        called = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"
+        served.says(ANALYSIS + called)
+        choice = (await served.chat(tools=[WEATHER, NOW])).json()["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "now"
+        assert choice["message"]["reasoning"] == "hm"
+
+
+async def test_harmony_is_held_to_headers_where_there_is_a_form() -> None:
+    async with serve(chat_template=HARMONY) as served:
+        served.says("x")
+        form = {"type": "json_object"}
+        assert (await served.chat(response_format=form)).status_code == 200
+        assert "final" in grammar(served)
+        reply = await served.chat(max_thinking_tokens=5)
+        assert reply.status_code == 200, reply.text
+        assert "max_tokens=5" in grammar(served)
+        assert "commentary" in grammar(served)
+        reply = await served.chat(tools=[WEATHER, NOW], tool_choice="required")
+        assert reply.status_code == 200, reply.text
+        assert "functions.weather" in grammar(served)
+        assert "final" not in grammar(served)
+
+
+async def test_the_template_of_harmony_sees_reasoning_unless_it_would_refuse_it() -> None:
+    async with serve(chat_template=HARMONY) as served:
+        served.says("x")
+        for content, shown in ((None, True), ("I look.", False)):
+            earlier = SAID | {"content": content, "reasoning_content": "so"}
+            messages = [earlier, {"role": "user", "content": "go on"}]
+            assert (await served.chat(messages=messages)).status_code == 200
+            prompt = served.generator.requests[-1].prompt.prompt_tokens
+            assert ("[so]" in await served.tokenizer.decode(list(prompt))) == shown
+
+
+async def test_calls_of_strict_tools_are_held_to_their_schema() -> None:
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says("x")
+        assert (await served.chat(tools=[strict, NOW], tool_choice="none")).status_code == 200
+        assert not grammar(served)
+        loose = {"type": "function", "function": WEATHER["function"] | {"strict": False}}
+        assert (await served.chat(tools=[loose, NOW])).status_code == 200
+        assert not grammar(served)
+        reply = await served.chat(tools=[strict, NOW])
+        assert reply.status_code == 200, reply.text
+        assert "weather" in grammar(served)
+        assert "city" in grammar(served)
+        odd = {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}
+        error = (await served.chat(tools=[{"type": "function", "function": odd}])).json()["error"]
+        assert "tools.f.parameters.not" in error["message"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "llama3_json", "pythonic"])
+async def test_strict_tools_are_refused_where_calls_cannot_be_held(family: str) -> None:
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    async with serve(tool_call_parser=family) as served:
+        served.says("x")
+        error = (await served.chat(tools=[NOW, strict])).json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+        assert "tools.weather.strict" in error["message"]
+        assert family in error["message"]
+        if family != "qwen3_coder":
+            reply = await served.chat(tools=[strict], tool_choice="required")
+            assert reply.status_code == 200, reply.text
 
 
 MADE = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}

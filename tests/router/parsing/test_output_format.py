@@ -10,7 +10,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from baton.errors import ConfigError
-from router.generation.answer_form import CALL_SCHEMA, AnswerForm, grammar_of
+from router.generation.answer_form import CALL_SCHEMA, AnswerForm, Kind, grammar_of
 from router.parsing.families import REASONING_FAMILIES, TOOL_FAMILIES
 from router.parsing.output_format import OutputFormat, ToolSchema, detect_format
 from tests.router.parsing.test_parser import Said, said
@@ -25,6 +25,35 @@ TOOLS = (
             "properties": {"a": {"type": "integer"}, "b": {"type": ["boolean", "null"]}},
             "required": ["a"],
             "additionalProperties": False,
+        },
+    ),
+    ToolSchema(
+        name="walk",
+        parameters={
+            "$ref": "#/$defs/walk",
+            "$defs": {
+                "walk": {
+                    "type": "object",
+                    "properties": {"to": {"$ref": "#/$defs/place"}},
+                    "required": ["to"],
+                    "additionalProperties": False,
+                },
+                "place": {"enum": ["here", "there"]},
+            },
+        },
+    ),
+    ToolSchema(
+        name="run",
+        parameters={
+            "type": "object",
+            "properties": {
+                "fast": {"type": "boolean"},
+                "far": {"type": "integer", "minimum": 0, "maximum": 99},
+                "to": {"$ref": "#/$defs/place"},
+                "via": {"type": "array", "items": {"$ref": "#/$defs/place"}, "maxItems": 2},
+            },
+            "required": ["far"],
+            "$defs": {"place": {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"], "additionalProperties": False}},
         },
     ),
     ToolSchema(
@@ -65,6 +94,30 @@ def drawn(grammar: str, tokenizer: Tokenizer, seed: int) -> list[int]:
     return [token for token in tokens if token != end]
 
 
+def drawn_freely(
+    grammar: str, tokenizer: Tokenizer, numbers: random.Random, lead: str
+) -> list[int]:
+    """The same with a bent to begin calls: `lead` is what they begin with. After some tokens it ends where it may."""
+    end, begin = tokenizer.token_to_id(END), tokenizer.token_to_id(lead)
+    spelt = tokenizer.encode(lead, add_special_tokens=False).ids
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=end), grammar)
+    mask = allocate_token_bitmask(1, tokenizer.get_vocab_size())
+    tokens, wanted = list[int](), list[int]()
+    while not matcher.is_stopped():
+        fill_next_token_bitmask(matcher, mask)
+        allowed = [i for i in range(mask.size * 32) if mask[0][i // 32] >> (i % 32) & 1]
+        if not wanted and numbers.random() < 0.3:
+            wanted = [begin] if begin is not None else list(spelt)
+        others = [i for i in allowed if i != end] or allowed
+        token = wanted.pop(0) if wanted and wanted[0] in allowed else numbers.choice(others)
+        if len(tokens) > 60 and end in allowed:
+            token = end
+        assert matcher.consume_token(token), matcher.get_error()
+        tokens.append(token)
+        assert len(tokens) < 3000
+    return [token for token in tokens if token != end]
+
+
 def parse(made: OutputFormat, tokenizer: Tokenizer, tokens: list[int], *, inside: bool) -> Said:
     parser = made.parser(TOOLS, in_reasoning=inside)
     events = []
@@ -95,6 +148,7 @@ def test_whatever_the_grammar_of_calls_allows_is_calls(family: str, as_tokens: b
         value={tool.name: tool.parameters for tool in TOOLS},
         param="tools",
         calls=made.calls_lark(TOOLS, parallel=True, schema=CALL_SCHEMA),
+        call_schemas=tuple(made.call_schemas(TOOLS)),
     )
     grammar = grammar_of(form, ()).text
     schemas = {tool.name: tool.parameters for tool in TOOLS}
@@ -104,6 +158,124 @@ def test_whatever_the_grammar_of_calls_allows_is_calls(family: str, as_tokens: b
         assert not found.content
         for name, arguments in found.calls:
             jsonschema_rs.validate(schemas[name], json.loads(arguments))
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize(
+    ("family", "as_tokens"),
+    [
+        ("hermes", True),
+        ("hermes", False),
+        ("mistral", True),
+        ("mistral", False),
+        ("deepseek_v3", True),
+        ("deepseek_v31", True),
+        ("openai", True),
+    ],
+)
+def test_every_call_that_is_begun_is_whole_where_tools_are_strict(
+    family: str, as_tokens: bool, parallel: bool
+) -> None:
+    tools = TOOL_FAMILIES[family]
+    tokenizer = byte_tokenizer(tools.marks if as_tokens else (), special=True)
+    made = detect_format(None, tokenizer.token_to_id, tool_call_parser=family)
+    assert made.can_hold
+    form = AnswerForm(
+        kind="calls",
+        value={tool.name: tool.parameters for tool in TOOLS},
+        param="tools",
+        calls=made.strict_lark(TOOLS, parallel=parallel, schema=CALL_SCHEMA, thinks=True),
+        call_schemas=tuple(made.call_schemas(TOOLS)),
+    )
+    grammar = grammar_of(form, ()).text
+    schemas = {tool.name: tool.parameters for tool in TOOLS}
+    calls, texts = 0, 0
+    lead = tools.section[0] or tools.begin or "<|channel|>"
+    for seed in range(12):
+        numbers = random.Random(seed)
+        tokens = drawn_freely(grammar, tokenizer, numbers, lead)
+        found = parse(made, tokenizer, tokens, inside=False)
+        calls += len(found.calls)
+        texts += bool(found.content)
+        assert parallel or len(found.calls) <= 1
+        assert lead not in found.content
+        for name, arguments in found.calls:
+            jsonschema_rs.validate(schemas[name], json.loads(arguments))
+    assert calls
+    assert texts
+
+
+def test_a_header_of_harmony_may_be_written_in_each_way_that_it_is() -> None:
+    tokenizer = byte_tokenizer(TOOL_FAMILIES["openai"].marks, special=True)
+    made = detect_format("<|channel|><|message|>", tokenizer.token_to_id)
+    form = AnswerForm(
+        kind="calls",
+        value={"add": TOOLS[0].parameters},
+        param="tools",
+        calls=made.strict_lark(TOOLS[:1], parallel=True, schema=CALL_SCHEMA, thinks=True),
+        call_schemas=tuple(made.call_schemas(TOOLS[:1])),
+    )
+    grammar = grammar_of(form, ()).text
+    said_before = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    said_before += "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant"
+    for header in (
+        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.add<|message|>",
+        " to=functions.add<|channel|>commentary json<|message|>",
+    ):
+        for before in ("", said_before):
+            assert accepted(grammar, tokenizer, before + header + '{"a": 1}'), header
+            assert not accepted(grammar, tokenizer, before + header + '{"a": ""}'), header
+    assert accepted(grammar, tokenizer, said_before + "<|channel|>final<|message|>It is 2.")
+    assert not accepted(grammar, tokenizer, "<|channel|>commentary to=functions.sub<|message|>{}")
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+def test_calls_are_held_where_a_mark_begins_all_of_them(family: str) -> None:
+    held = detect_format(None, lambda mark: hash(mark), tool_call_parser=family).can_hold
+    loose = {"qwen3_coder", "llama3_json", "pythonic", "llama4_pythonic"}
+    assert held == (family not in loose)
+    as_text = detect_format(None, lambda mark: None, tool_call_parser=family).can_hold
+    assert as_text == (family in ("hermes", "mistral"))
+
+
+def accepted(grammar: str, tokenizer: Tokenizer, text: str) -> bool:
+    end = tokenizer.token_to_id(END)
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=end), grammar)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+def test_text_is_free_where_tools_are_strict_and_calls_are_not(as_tokens: bool) -> None:
+    marks = (*TOOL_FAMILIES["hermes"].marks, "<think>", "</think>") if as_tokens else ()
+    tokenizer = byte_tokenizer(marks, special=False)
+    made = detect_format("<tool_call></think>", tokenizer.token_to_id)
+    form = AnswerForm(
+        kind="calls",
+        value={"add": TOOLS[0].parameters},
+        param="tools",
+        calls=made.strict_lark(TOOLS[:1], parallel=True, schema=CALL_SCHEMA, thinks=True),
+        call_schemas=tuple(made.call_schemas(TOOLS[:1])),
+        reasoning=made.reasoning_lark(None, in_reasoning=False),
+    )
+    grammar = grammar_of(form, ()).text
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    for text in (
+        "",
+        "Hi {<tool\n",
+        call,
+        f"<think>hm</think>\n\n{call}",
+        f"Well: {call}\n{call} é",
+    ):
+        assert accepted(grammar, tokenizer, text), text
+    for text in (
+        call.replace("1", '"1"'),
+        call.replace("add", "sub"),
+        f"<think>hm</think>{call}x{call[:-20]}",
+        "a<tool_call>b",
+    ):
+        assert not accepted(grammar, tokenizer, text), text
 
 
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
@@ -131,6 +303,61 @@ def test_reasoning_ends_after_its_tokens_and_the_answer_follows(
             assert tokens.index(token_id(tokenizer, family.end)) <= 7 + (not inside)
 
 
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("kind", ["json", "calls", "text"])
+def test_messages_of_harmony_are_held_to_headers_and_forms(
+    kind: Kind, inside: bool, as_tokens: bool
+) -> None:
+    marks = REASONING_FAMILIES["openai_gptoss"].marks
+    tokenizer = byte_tokenizer(marks if as_tokens else (), special=True)
+    made = detect_format("<|channel|><|message|>", tokenizer.token_to_id)
+    assert len(made.stop_ids) == (2 if as_tokens else 0)
+    schemas = {tool.name: tool.parameters for tool in TOOLS}
+    values = {"json": schemas["add"], "calls": schemas, "text": made.any_lark()}
+    header = kind == "json"
+    form = AnswerForm(
+        kind=kind,
+        value=values[kind],
+        param="tools",
+        calls=made.calls_lark(TOOLS, parallel=True, schema=CALL_SCHEMA),
+        call_schemas=tuple(made.call_schemas(TOOLS)),
+        reasoning=made.reasoning_lark(7, in_reasoning=inside, before_text=header),
+        must_reason=inside or header,
+    )
+    grammar = grammar_of(form, ()).text
+    reasoned = 0
+    for seed in range(6):
+        tokens = drawn(grammar, tokenizer, seed)
+        found = parse(made, tokenizer, tokens, inside=inside)
+        reasoned += bool(found.reasoning)
+        if kind == "json":
+            jsonschema_rs.validate(schemas["add"], json.loads(found.content))
+        assert len(found.calls) == (kind == "calls")
+        for name, arguments in found.calls:
+            jsonschema_rs.validate(schemas[name], json.loads(arguments))
+            assert not found.content
+        if as_tokens:
+            assert len(found.reasoning.encode()) <= 7 * 4
+    assert reasoned or not inside
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+def test_reasoning_without_a_budget_ends_where_the_model_ends_it(as_tokens: bool) -> None:
+    tokenizer = byte_tokenizer(("<think>", "</think>") if as_tokens else (), special=False)
+    made = detect_format("</think>", tokenizer.token_to_id)
+    form = AnswerForm(
+        kind="json",
+        value=TOOLS[0].parameters,
+        param="response_format",
+        reasoning=made.reasoning_lark(None, in_reasoning=True),
+        must_reason=True,
+    )
+    grammar = grammar_of(form, ()).text
+    assert accepted(grammar, tokenizer, 'hm < 1</think>\n{"a": 1}')
+    assert not accepted(grammar, tokenizer, '{"a": 1}')
+
+
 @pytest.mark.parametrize(
     ("template", "tools", "reasoning"),
     [
@@ -140,6 +367,9 @@ def test_reasoning_ends_after_its_tokens_and_the_answer_follows(
         ("<｜tool▁call▁begin｜> ```json </think>", "deepseek_v3", "deepseek_r1"),
         ("<｜tool▁call▁begin｜>", "deepseek_v31", None),
         ('<|start_header_id|> {"name": "f", "parameters": {}}', "llama3_json", None),
+        ("<|start_header_id|> [func_name1(params_name1=params_value1)]", "pythonic", None),
+        ("<|header_start|> [func_name1(params_name1=params_value1)]", "llama4_pythonic", None),
+        ("<|start|>assistant<|channel|>final<|message|>", "openai", "openai_gptoss"),
         ("plain", None, None),
         (None, None, None),
     ],
@@ -158,6 +388,9 @@ def test_names_that_there_are_not_are_refused_by_those_that_there_are() -> None:
     assert raised.value.param == "router.tool_call_parser"
     with pytest.raises(ConfigError, match="qwen3"):
         detect_format("x", lambda mark: None, reasoning_parser="none of them")
+    with pytest.raises(ConfigError, match="openai_gptoss does not go together") as raised:
+        detect_format("<|channel|><|message|>", lambda mark: None, tool_call_parser="hermes")
+    assert raised.value.param == "router.reasoning_parser"
     none = detect_format(
         "<tool_call></think>", lambda mark: None, tool_call_parser="none", reasoning_parser="none"
     )

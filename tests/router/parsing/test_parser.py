@@ -67,7 +67,7 @@ def said(events: Sequence[ParsedEvent]) -> Said:
 def output_format(tools: str | None, reasoning: str | None, *, as_tokens: bool) -> OutputFormat:
     family = TOOL_FAMILIES[tools] if tools else None
     thought = REASONING_FAMILIES[reasoning] if reasoning else None
-    marks = [*(family.marks if family else ()), *((thought.begin, thought.end) if thought else ())]
+    marks = [*(family.marks if family else ()), *(thought.marks if thought else ())]
     ids = {mark: 1000 + place for place, mark in enumerate(marks)} if as_tokens else {}
     return OutputFormat(tools=family, reasoning=thought, marker_ids=ids)
 
@@ -75,7 +75,7 @@ def output_format(tools: str | None, reasoning: str | None, *, as_tokens: bool) 
 def parsed(
     made: OutputFormat, text: str, cuts: Sequence[int] = (), *, in_reasoning: bool = False
 ) -> Said:
-    """With marks that are tokens told by their ids, and the text between them cut at some places."""
+    """With marks that are tokens told by their ids, and the text between them cut at some places; what need not be pushed is not."""
     parser = made.parser(TOOLS, in_reasoning=in_reasoning)
     events: list[ParsedEvent] = []
     pieces: list[str | int] = [text]
@@ -94,7 +94,10 @@ def parsed(
             continue
         ends = sorted({0, len(piece), *(cut % (len(piece) + 1) for cut in cuts)})
         for begin, end in pairwise(ends):
-            events += parser.push_text(piece[begin:end])
+            kind = parser.plain_kind(piece[begin:end])
+            events += (
+                parser.push_text(piece[begin:end]) if kind is None else [kind(piece[begin:end])]
+            )
     return said([*events, *parser.finish()])
 
 
@@ -130,10 +133,19 @@ def qwen3_coder(*calls: tuple[str, dict[str, object]]) -> str:
     )
 
 
+def harmony(*calls: tuple[str, object]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{json.dumps(a)}<|call|>"
+        for n, a in calls
+    )
+
+
 TWO = (("get_weather", PARIS), ("get_weather", {"city": "Oslo", "days": 3}))
 LLAMA = "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in TWO)
 MISTRAL = "[TOOL_CALLS]" + json.dumps([{"name": n, "arguments": a} for n, a in TWO])
 MISTRAL_NAMED = "".join(f"[TOOL_CALLS]{n}[ARGS]{json.dumps(a)}" for n, a in TWO)
+MISTRAL_IDS = "".join(f"[TOOL_CALLS]{n}[CALL_ID]a1B2c3D4e[ARGS]{json.dumps(a)}" for n, a in TWO)
+PYTHONIC = "[" + ", ".join(f"{n}(city={a['city']!r}, days={a['days']})" for n, a in TWO) + "]"
 OUTPUTS = {
     "hermes": ("hermes", hermes(*TWO)),
     "hermes after text": ("hermes", "I look it up.\n\n" + hermes(*TWO) + "\n"),
@@ -142,7 +154,38 @@ OUTPUTS = {
     "llama3_json marked": ("llama3_json", "<|python_tag|>" + LLAMA),
     "mistral": ("mistral", MISTRAL),
     "mistral by name": ("mistral", MISTRAL_NAMED),
+    "mistral with ids": ("mistral", MISTRAL_IDS),
+    "mistral without marks": ("mistral", MISTRAL_NAMED.replace("[ARGS]", "")),
+    "openai": ("openai", harmony(*TWO)),
+    "openai after text": (
+        "openai",
+        "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant" + harmony(*TWO),
+    ),
+    "openai with recipients first": (
+        "openai",
+        " to=functions.get_weather<|channel|>commentary json<|message|>"
+        + json.dumps(PARIS)
+        + "<|call|><|start|>assistant to=get_weather<|channel|>commentary<|message|>"
+        + json.dumps(TWO[1][1]),
+    ),
+    "pythonic": ("pythonic", PYTHONIC),
+    "pythonic in lines": ("pythonic", " " + PYTHONIC.replace("(", "(\n  ").replace(")", ",\n)")),
+    "llama4_pythonic": ("llama4_pythonic", PYTHONIC),
+    "llama4_pythonic marked": (
+        "llama4_pythonic",
+        f"<|python_start|>{PYTHONIC}<|python_end|>",
+    ),
     "deepseek_v3": ("deepseek_v3", deepseek_v3(*TWO)),
+    "deepseek_v3 without section": (
+        "deepseek_v3",
+        deepseek_v3(*TWO)
+        .removeprefix("<｜tool▁calls▁begin｜>")
+        .removesuffix("<｜tool▁calls▁end｜>"),
+    ),
+    "deepseek_v31 without section": (
+        "deepseek_v31",
+        "Well. " + deepseek_v31(*TWO).removeprefix("<｜tool▁calls▁begin｜>"),
+    ),
     "deepseek_v31": ("deepseek_v31", "Well. " + deepseek_v31(*TWO)),
 }
 CUTS = st.lists(st.integers(0, 400), max_size=60)
@@ -178,6 +221,87 @@ def test_every_single_cut_gives_the_same(output: str) -> None:
 def test_what_is_no_call_is_cut_as_one_likes_too(family: str, text: str, cuts: list[int]) -> None:
     made = output_format(family, "qwen3", as_tokens=False)
     assert parsed(made, text, cuts) == parsed(made, text)
+
+
+PIECES = st.sampled_from(
+    [
+        *"[](){}<>\"'\\,:=;* \n",
+        *("now", "get_weather", "city", "name", "arguments", "x", "-1.5e3", "\\u", "d83d", "null"),
+        *('{"name": "now", "arguments": {', "[now(", "[now(x=", "<function=now>", "<parameter=x>"),
+        *("assistant", "analysis", "final", " to=functions.now", " to=now"),
+        *("\n```json\n", "function", "<think>", "</think>", "**{", '"' * 3, "True"),
+    ]
+)
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+@given(data=st.data())
+def test_whatever_a_model_writes_is_taken_apart_the_same_way(
+    family: str, as_tokens: bool, data: st.DataObject
+) -> None:
+    marks = TOOL_FAMILIES[family].marks
+    pieces = st.one_of(PIECES, st.sampled_from(marks)) if marks else PIECES
+    text = "".join(data.draw(st.lists(pieces, max_size=30)))
+    reasoning = "openai_gptoss" if family == "openai" else "qwen3"
+    made = output_format(family, reasoning, as_tokens=as_tokens)
+    inside = data.draw(st.booleans())
+    cut = parsed(made, text, data.draw(CUTS), in_reasoning=inside)
+    assert cut == parsed(made, text, in_reasoning=inside)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("'it\\'s \"so\"'", 'it\'s "so"'),
+        ('"a\\n\\x41\\u00e9\\U0001f600\\d"', "a\nA\u00e9\U0001f600\\d"),
+        ('"\\ud83d\\ude00"', "\U0001f600"),
+        ('"\\udc80 \\ud83dx"', "\ufffd \ufffdx"),
+        ("''", ""),
+        ('"""a "b"\nc"""', 'a "b"\nc'),
+        ("True", True),
+        ("false", False),
+        ("None", None),
+        ("-3", -3),
+        ("1_000", 1000),
+        ("0x1f", 31),
+        ("+.5", 0.5),
+        ("1e3", 1000.0),
+        ("[1, [], 'a',]", [1, [], "a"]),
+        ("(1, 2)", [1, 2]),
+        ("{'a': {'b': [None]}, \"c\": 1}", {"a": {"b": [None]}, "c": 1}),
+        ("[" * 60 + "]" * 60, json.loads("[" * 60 + "]" * 60)),
+    ],
+)
+def test_literals_of_python_become_json(written: str, value: object) -> None:
+    made = output_format("pythonic", None, as_tokens=False)
+    text = f"[get_weather(city={written})]"
+    found = parsed(made, text)
+    assert found.arguments() == [{"city": value}]
+    assert parsed(made, text, range(len(text))) == found
+    assert parsed(made, f"[get_weather(**{{'city': {written}}})]").arguments() == [{"city": value}]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *("Paris", "1 + 1", "'a", "[1}", "{1: 2}", "{'a'}", "inf", "[" * 100_000, "9" * 10_000),
+        *("1, city=2", "'a' 'b'", "", "{**x}"),
+    ],
+)
+def test_what_is_no_literal_breaks_a_call_off(written: str) -> None:
+    parser = output_format("pythonic", None, as_tokens=False).parser(TOOLS, in_reasoning=False)
+    events = [*parser.push_text(f"[get_weather(city={written})] and more"), *parser.finish()]
+    assert any(isinstance(event, ToolCallBegun) for event in events)
+    assert not any(isinstance(event, ToolCallEnded) for event in events)
+
+
+@pytest.mark.parametrize("value", ['{"a": [1}', '{"a": 1]', '[{"a": 1]'])
+def test_a_bracket_that_another_kind_closes_breaks_a_call_off(value: str) -> None:
+    parser = output_format("hermes", None, as_tokens=False).parser(TOOLS, in_reasoning=False)
+    text = f'<tool_call>{{"name": "now", "arguments": {value}, "x": {{}}}}</tool_call>'
+    events = [*parser.push_text(text), *parser.finish()]
+    assert not any(isinstance(event, ToolCallEnded) for event in events)
 
 
 @given(cuts=CUTS)
@@ -223,6 +347,14 @@ def test_text_between_and_behind_calls_is_content() -> None:
         ("mistral", "[TOOL_CALLS] but none"),
         ("deepseek_v3", "<｜tool▁calls▁begin｜>nothing"),
         ("qwen3_coder", "<tool_call>\nno function"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>" + "x" * 1000),
+        ("mistral", "[TOOL_CALLS]now[CALL_ID]" + "x" * 1000),
+        ("pythonic", "[1, 2, 3]"),
+        ("pythonic", "[now] is a list"),
+        ("pythonic", "[nobody(x=1)]"),
+        ("pythonic", "[get_weather('Paris')]"),
+        ("pythonic", "see [now()]"),
+        ("llama4_pythonic", "<|python_start|>print(1)<|python_end|>"),
     ],
 )
 def test_what_begins_like_a_call_and_is_none_is_content(family: str, text: str) -> None:
@@ -289,6 +421,52 @@ def test_reasoning_is_told_apart(as_tokens: bool, cuts: list[int]) -> None:
     assert (plain.reasoning, plain.content) == ("hm", "The answer. ")
 
 
+ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        (ANALYSIS + FINAL + "It rains.<|return|>", "hm", "It rains.", []),
+        (ANALYSIS + ANALYSIS + FINAL + "It rains. ", "hm\nhm", "It rains. ", []),
+        (ANALYSIS + harmony(("now", {})), "hm", "", [("now", "{}")]),
+        (ANALYSIS + FINAL + "a<|end|><|start|>assistant" + FINAL + "b", "hm", "a\nb", []),
+        (FINAL + "a <|start|>assistant" + FINAL + "b<|channel|>final<|message|>c", "", "a \nb\nc", []),
+        ("no header<|return|>", "", "no header", []),
+        ("", "", "", []),
+        ("<|channel|>anal", "", "", []),
+        ("<|channel|>analysis<|message|>hm", "hm", "", []),
+        ("<|channel|>commentary to=functions.now<|message|><|call|>", "", "", [("now", "{}")]),
+        ("<|channel|>commentary to=functions.now<|message|>{\"a\": ", "", "", [("now", '{"a": ')]),
+        ("<|channel|>commentary to=functions.now<|message|>none<|call|>", "", "none", []),
+        ("<|channel|>analysis to=python<|message|>print(1)<|call|>", "print(1)", "", []),
+        ("<|channel|>commentary to=python<|message|>print(1)<|call|>", "", "print(1)", []),
+        ("<|channel|>" + "x" * 600 + "<|message|>y", "", "<|channel|>" + "x" * 600 + "<|message|>y", []),
+    ],
+)  # fmt: skip
+def test_messages_of_harmony_are_told_by_their_channel(
+    text: str, reasoning: str, content: str, calls: list[tuple[str, str]], as_tokens: bool
+) -> None:
+    made = output_format("openai", "openai_gptoss", as_tokens=as_tokens)
+    found = parsed(made, text)
+    assert (found.reasoning, found.content, found.calls) == (reasoning, content, calls)
+    assert all(parsed(made, text, [cut]) == found for cut in range(len(text)))
+    assert parsed(made, text, range(len(text))) == found
+
+
+def test_harmony_without_tools_or_reasoning_is_content() -> None:
+    made = output_format("openai", None, as_tokens=True)
+    assert parsed(made, ANALYSIS + FINAL + "42").content == "hm\n42"
+    parser = output_format("openai", "openai_gptoss", as_tokens=False).parser(
+        None, in_reasoning=True
+    )
+    text = "so<|end|><|start|>assistant" + harmony(("now", {}))
+    found = said([*parser.push_text(text), *parser.finish()])
+    assert (found.reasoning, found.content, found.calls) == ("so", "{}", [])
+
+
 def test_calls_within_reasoning_are_reasoning() -> None:
     made = output_format("hermes", "qwen3", as_tokens=True)
     call = hermes(("now", {}))
@@ -301,3 +479,28 @@ def test_without_tools_calls_are_text() -> None:
     parser = made.parser(None, in_reasoning=False)
     text = hermes(("now", {}))
     assert said([*parser.push_text(text), *parser.finish()]).content == text
+
+
+def test_text_that_can_mean_nothing_else_need_not_be_pushed() -> None:
+    parser = output_format("hermes", "qwen3", as_tokens=False).parser(TOOLS, in_reasoning=True)
+    kinds = []
+    for text in (
+        "hm",
+        " so",
+        " <",
+        "b",
+        " c",
+        "</think>",
+        "\n",
+        "It",
+        " rains",
+        " \n",
+        ".",
+        " a",
+        "b",
+    ):
+        kinds.append(parser.plain_kind(text))
+        if kinds[-1] is None:
+            parser.push_text(text)
+    thought, content = ReasoningText, ContentText
+    assert kinds == [None, thought, None, None, thought, None, None, None, content, None, None, content, content]  # fmt: skip

@@ -1,0 +1,301 @@
+"""What the parsers of all families have in common: the output as one text that is read while it comes.
+
+A mark that is a token stands in that text as a sign of its own that no text holds (a lone surrogate): a model that merely spells a mark has written text.
+A parser is a program over the text which stops where the text ends so far, and goes on there. Whatever it decides, it decides by the text and never by where
+a piece of it ended, so how it is cut changes nothing.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TypeVar
+
+from pydantic_core import from_json
+
+from router.parsing.events import (
+    ContentText,
+    ParsedEvent,
+    ReasoningText,
+    TextKind,
+    ToolCallArguments,
+    ToolCallBegun,
+    ToolCallEnded,
+)
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""Part of the program: stops whenever it needs more text; returns what it has read."""
+
+BLANKS = " \t\r\n"
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+LONGEST_NAME = 128
+"""Of what stands where a name is expected, at most so many characters are looked at."""
+_FIRST_SIGN = 0xDC80
+
+
+class OutputReader(ABC):
+    """An `OutputParser` as a program, `_read`; what it is written with stands below.
+
+    Args:
+        marks: All that may be single tokens.
+        marker_ids: Those that are, and their tokens.
+        in_reasoning: Whether the prompt ended within reasoning.
+    """
+
+    def __init__(
+        self, marks: Sequence[str], marker_ids: Mapping[str, int], *, in_reasoning: bool
+    ) -> None:
+        signs = {mark: chr(_FIRST_SIGN + place) for place, mark in enumerate(marks)}
+        known = {mark: marker_ids[mark] for mark in marks if mark in marker_ids}
+        self.marker_ids = frozenset(known.values())
+        self._sign_of_id = {token: signs[mark] for mark, token in known.items()}
+        self._signs = {mark: signs[mark] if mark in known else mark for mark in marks}
+        self._spelt = {signs[mark]: mark for mark in known}
+        self._buffer, self._place, self._ended = "", 0, False
+        self._unsettled: list[str] | None = None
+        self._blanks: list[str] = []
+        self._calls = 0
+        self._told: list[tuple[type, int, list[str]]] = []
+        self._kind: TextKind = ContentText
+        self._begins: re.Pattern[str] | None = (
+            None  # within text of that kind, what may begin a mark
+        )
+        self._program = self._read(in_reasoning=in_reasoning)
+
+    @abstractmethod
+    def _read(self, *, in_reasoning: bool) -> Reading[None]:
+        """All of the output."""
+
+    def plain_kind(self, text: str) -> TextKind | None:
+        """See `OutputParser`."""
+        if self._begins is None or self._begins.search(text) is not None:
+            return None
+        if self._kind is ContentText and (self._blanks or text[-1:] in BLANKS):
+            return None
+        return self._kind
+
+    def push_text(self, text: str) -> list[ParsedEvent]:
+        """See `OutputParser`."""
+        if self._begins is None or self._begins.search(text) is not None:
+            return self._advance(text)
+        if self._kind is ContentText:
+            self._tell_content(text)
+        else:
+            self._tell(ReasoningText, 0, text)
+        return self._take_told()
+
+    def push_marker(self, token_id: int) -> list[ParsedEvent]:
+        """See `OutputParser`."""
+        return self._advance(self._sign_of_id[token_id])
+
+    def finish(self) -> list[ParsedEvent]:
+        """See `OutputParser`."""
+        self._ended = True
+        return self._advance("")
+
+    def _advance(self, text: str) -> list[ParsedEvent]:
+        self._buffer, self._place = self._buffer[self._place :] + text, 0
+        self._begins = None
+        next(self._program, None)
+        return self._take_told()
+
+    def _take_told(self) -> list[ParsedEvent]:
+        told, self._told = self._told, []
+        return [_event(kind, index, "".join(parts)) for kind, index, parts in told]
+
+    # What is told.
+
+    def _tell(self, kind: type, index: int, text: str) -> None:
+        if self._told and self._told[-1][:2] == (kind, index) and kind in _TEXTS:
+            self._told[-1][2].append(text)
+        elif text or kind not in _TEXTS:
+            self._told.append((kind, index, [text]))
+
+    def _tell_content(self, text: str) -> None:
+        """Blanks at its end wait: before a call they are none."""
+        text = self._in_words(text)
+        shown = text.rstrip(BLANKS)
+        if shown:
+            self._tell(ContentText, 0, "".join([*self._blanks, shown]))
+            self._blanks = []
+        if len(shown) < len(text):
+            self._blanks.append(text[len(shown) :])
+
+    def _in_words(self, text: str) -> str:
+        for sign, mark in self._spelt.items():
+            text = text.replace(sign, mark)
+        return text
+
+    # Calls.
+
+    def _begin_call(self, name: str) -> None:
+        self._unsettled = None
+        self._blanks = []
+        self._tell(ToolCallBegun, self._calls, name)
+        self._calls += 1
+
+    def _tell_arguments(self, text: str) -> None:
+        self._tell(ToolCallArguments, self._calls - 1, self._in_words(text))
+
+    def _end_call(self) -> None:
+        self._tell(ToolCallEnded, self._calls - 1, "")
+
+    def _broken(self, *, begun: bool) -> bool:
+        """What was read is no call, or one that broke off: it has no end."""
+        return begun
+
+    def _give_up(self) -> None:
+        """What was read since a mark was no call."""
+        unsettled, self._unsettled = self._unsettled, None
+        self._tell_content("".join(unsettled or ()))
+
+    # Characters.
+
+    def _read_text(
+        self, kind: TextKind, tell: Callable[[str], None], marks: Sequence[str]
+    ) -> Reading[str | None]:
+        """Tells all text, of this kind, up to one of `marks`, which it returns; None if the output ends before. Where some was told and nothing waits,
+        what cannot begin a mark can only be more of it, and is not read here.
+        """
+        pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+        first = "".join(re.escape(mark[0]) for mark in marks if mark not in self._spelt)
+        begins = re.compile(f"[{first}]" if first else r"(?!)")
+        was_told = False
+        while True:
+            found = pattern.search(self._buffer, self._place)
+            if found is not None:
+                tell(self._buffer[self._place : found.start()])
+                self._place = found.end()
+                return found[0]
+            held = 0 if self._ended else max((_overlap(self._buffer, m) for m in marks), default=0)
+            end = max(self._place, len(self._buffer) - held)
+            was_told = was_told or self._place < end
+            tell(self._buffer[self._place : end])
+            self._place = end
+            if self._ended:
+                return None
+            if was_told and not held:
+                self._kind, self._begins = kind, begins
+            yield
+
+    def _peek(self) -> Reading[str]:
+        """The next character, which stays; empty at the end of the output."""
+        while self._place >= len(self._buffer):
+            if self._ended:
+                return ""
+            yield
+        return self._buffer[self._place]
+
+    def _next(self) -> Reading[str]:
+        """The next character; empty at the end of the output."""
+        char = yield from self._peek()
+        self._place += len(char)
+        if self._unsettled is not None:
+            self._unsettled.append(char)
+        return char
+
+    def _next_sign(self) -> Reading[str]:
+        """The next character that is no blank."""
+        yield from self._skip_blanks()
+        return (yield from self._next())
+
+    def _skip_blanks(self) -> Reading[None]:
+        while (char := (yield from self._peek())) and char in BLANKS:
+            yield from self._next()
+
+    def _is_next(self, text: str) -> Reading[bool]:
+        """Whether `text` comes next, which stays."""
+        while len(self._buffer) - self._place < len(text) and not self._ended:
+            if not text.startswith(self._buffer[self._place :]):
+                return False
+            yield
+        return self._buffer.startswith(text, self._place)
+
+    def _accept(self, text: str) -> Reading[bool]:
+        """Whether `text` comes next; then it is read."""
+        if not (yield from self._is_next(text)):
+            return False
+        self._place += len(text)
+        if self._unsettled is not None:
+            self._unsettled.append(text)
+        return True
+
+    def _accept_after_blanks(self, text: str) -> Reading[bool]:
+        yield from self._skip_blanks()
+        return (yield from self._accept(text))
+
+    def _read_until(self, text: str, longest: int | None = None) -> Reading[str | None]:
+        """What stands before `text`, which is read too; None if the output ends before it, or more than `longest` characters do."""
+        read: list[str] = []
+        while not (yield from self._accept(text)):
+            char = yield from self._next()
+            if not char or len(read) == longest:
+                return None
+            read.append(char)
+        return self._in_words("".join(read))
+
+    def _read_string(self) -> Reading[str | None]:
+        """A string of JSON behind its first quote; None if it is none."""
+        read = ['"']
+        while (char := (yield from self._next())) != '"':
+            if not char:
+                return None
+            read.append(char)
+            if char == "\\":
+                read.append((yield from self._next()))
+        try:
+            text = from_json("".join(read) + '"')
+        except ValueError:
+            return None
+        return self._in_words(str(text))
+
+    def _read_value(self, take: Callable[[str], None]) -> Reading[bool]:
+        """A value of JSON, given to `take` as it comes; whether it was whole."""
+        closing: list[str] = []
+        begun, in_string = False, False
+        while char := (yield from self._peek()):
+            if in_string:
+                take((yield from self._next()))
+                if char == "\\":
+                    take((yield from self._next()))
+                elif char == '"':
+                    in_string = False
+                    if not closing:
+                        return True
+                continue
+            if char in self._spelt or (not closing and char in ",}]"):
+                return begun and not closing
+            if not closing and begun and char in BLANKS:
+                return True
+            if char in "}]" and char != closing[-1]:
+                return False
+            take((yield from self._next()))
+            begun = True
+            if char == '"':
+                in_string = True
+            elif char in "{[":
+                closing.append("}" if char == "{" else "]")
+            elif char in "}]":
+                closing.pop()
+                if not closing:
+                    return True
+        return False
+
+
+_TEXTS = (ContentText, ReasoningText, ToolCallArguments)
+
+
+def _event(kind: type, index: int, text: str) -> ParsedEvent:
+    if kind is ToolCallBegun:
+        return ToolCallBegun(index, text)
+    if kind is ToolCallArguments:
+        return ToolCallArguments(index, text)
+    if kind is ToolCallEnded:
+        return ToolCallEnded(index)
+    return ReasoningText(text) if kind is ReasoningText else ContentText(text)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `mark`."""
+    longest = min(len(mark) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
