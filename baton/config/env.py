@@ -4,14 +4,19 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
 
-from baton.config.setting import SECTIONS, TYPES, Setting
+from baton.config.setting import SECRETS, SECTIONS, TYPES, Setting
 from baton.errors import ConfigError
 
 PREFIX = "BATON_"
 
 PATHS = {PREFIX + path.replace(".", "_").upper(): path for path in TYPES}
 """Name of the variable of every setting."""
+
+FILES = {f"{name}_FILE": name for name, path in PATHS.items() if path in SECRETS}
+"""Variables that name a file with a secret, such as BATON_CLUSTER_SECRET_FILE, and the variable whose place each takes: a file
+can be mounted for one process, and is neither inherited nor shown with the environment."""
 
 STANDARD = {
     "OTEL_EXPORTER_OTLP_ENDPOINT": "trace.endpoint",
@@ -29,7 +34,8 @@ def settings(environ: Mapping[str, str] | None = None) -> list[Setting]:
     """The settings that the environment gives. An empty value counts as not given.
 
     Raises:
-        ConfigError: A variable has the form of a setting of a known section, but there is no such setting.
+        ConfigError: A variable has the form of a setting of a known section, but there is no such setting; or one names a file
+            with a secret that cannot be read, is empty, or is given beside the secret itself.
     """
     given = os.environ if environ is None else environ
     found = [
@@ -38,6 +44,9 @@ def settings(environ: Mapping[str, str] | None = None) -> list[Setting]:
         if given.get(name)
     ]
     for name, value in _ours(given):
+        if name in FILES:
+            found.append(_secret_from_file(name, value, given))
+            continue
         if name not in PATHS:
             raise ConfigError(f"{name}: no such setting{_suggestion(name)}", param=name)
         found.append(Setting(path=PATHS[name], value=value, source=name, is_text=True))
@@ -54,7 +63,8 @@ def child_environment(
         threads_sleep: See `have_threads_sleep`.
         import_path: Directory to import Baton from when it is not installed.
     """
-    inherited = {name: value for name, value in os.environ.items() if name not in PATHS}
+    ours = PATHS.keys() | FILES.keys()
+    inherited = {name: value for name, value in os.environ.items() if name not in ours}
     inherited["OMP_NUM_THREADS"] = str(num_threads)
     if threads_sleep:
         have_threads_sleep(inherited)
@@ -78,6 +88,24 @@ def have_threads_sleep(environ: MutableMapping[str, str]) -> None:
 def quiet_grpc() -> None:
     """Keeps gRPC's core from a line on standard error for every connection that fails its handshake. It reads this when it is imported."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
+def _secret_from_file(name: str, file: str, environ: Mapping[str, str]) -> Setting:
+    """The secret in `file`, without white space around it: editors and `echo` end files with a line break."""
+    instead = FILES[name]
+    if environ.get(instead):
+        raise ConfigError(f"{name}: given beside {instead}; give one of the two", param=name)
+    try:
+        text = Path(file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(
+            f"{name}: {file}: {(error.strerror or str(error)).lower()}", param=name
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: {file}: not UTF-8 text", param=name) from error
+    if not text:
+        raise ConfigError(f"{name}: {file}: is empty", param=name)
+    return Setting(path=PATHS[instead], value=text, source=name, is_text=True)
 
 
 def _ours(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -19,11 +19,13 @@ SECRETS = frozenset(
         "admin.api_keys",
         "cluster.redis_url",
         "cluster.secret",
+        "pool.redis_url",
         "router.api_keys",
         "tenants.redis_url",
     }
 )
-"""Never shown: not in an error, not in a log, not in the environment or arguments of a child process."""
+"""Never shown: not in an error, not in a log, not in the environment or arguments of a child process. Each can be given as a file
+(`baton.config.env.FILES`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

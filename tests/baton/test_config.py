@@ -9,7 +9,7 @@ from baton.config import env
 from baton.config.load import from_json, load, to_json
 from baton.config.rules import RULES
 from baton.config.schema import BatonConfig
-from baton.config.setting import TYPES, Setting
+from baton.config.setting import SECRETS, TYPES, Setting
 from baton.config.speculative import (
     DraftModelSpeculation,
     Eagle3Speculation,
@@ -144,6 +144,55 @@ def test_a_wrong_environment_variable_is_named():
 def test_a_misspelt_environment_variable_is_refused_with_a_suggestion():
     with pytest.raises(ConfigError, match=r"no such setting; did you mean BATON_ROUTER_PORT\?"):
         env.settings({"BATON_ROUTER_PROT": "1"})
+
+
+def test_a_secret_is_read_from_the_file_that_a_variable_names(tmp_path: Path):
+    for name, text in {"secret": "5e" * 32 + "\n", "keys": "one, two\n"}.items():
+        (tmp_path / name).write_text(text)
+    environment = env.settings(
+        {
+            "BATON_CLUSTER_SECRET_FILE": str(tmp_path / "secret"),
+            "BATON_ROUTER_API_KEYS_FILE": str(tmp_path / "keys"),
+        }
+    )
+    config = load(environment=environment)
+    assert (config.cluster.secret, config.router.api_keys) == ("5e" * 32, ("one", "two"))
+
+
+@pytest.mark.parametrize("path", sorted(SECRETS))
+def test_every_secret_may_be_a_file(path):
+    assert f"BATON_{path.replace('.', '_').upper()}_FILE" in env.FILES
+
+
+def test_a_secret_of_a_file_that_is_wrong_is_not_shown(tmp_path: Path):
+    file = tmp_path / "secret"
+    file.write_text("not hex")
+    said = refusal(environment=env.settings({"BATON_CLUSTER_SECRET_FILE": str(file)}))
+    assert said.startswith("BATON_CLUSTER_SECRET_FILE: ")
+    assert "not hex" not in said
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(None, "no such file or directory"), (b" \n", "is empty"), (b"\xff", "not UTF-8 text")],
+)
+def test_a_file_without_a_secret_is_refused_by_its_variable(tmp_path: Path, content, problem):
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^BATON_CLUSTER_SECRET_FILE: {file}: {problem}$"):
+        env.settings({"BATON_CLUSTER_SECRET_FILE": str(file)})
+
+
+def test_a_secret_and_its_file_together_are_refused(tmp_path: Path):
+    given = {"BATON_CLUSTER_SECRET": "5e" * 32, "BATON_CLUSTER_SECRET_FILE": "/nowhere"}
+    with pytest.raises(ConfigError, match="given beside BATON_CLUSTER_SECRET; give one"):
+        env.settings(given)
+
+
+def test_children_do_not_learn_where_secrets_lie(monkeypatch):
+    monkeypatch.setenv("BATON_CLUSTER_SECRET_FILE", "/run/secrets/baton/cluster-secret")
+    assert "BATON_CLUSTER_SECRET_FILE" not in env.child_environment(num_threads=1)
 
 
 def test_variables_that_kubernetes_makes_for_a_service_named_baton_router_are_no_settings():

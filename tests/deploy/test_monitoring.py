@@ -1,0 +1,84 @@
+"""Names of metrics in rules, scalers and the gateway's route are names that processes have, and every alert has its page."""
+
+import functools
+import re
+
+from tests.deploy.manifests import KUSTOMIZE, ROOT, Object, rendered
+
+_METRIC = re.compile(r"\b(?:baton_|vllm:)[a-z_]+")
+_DECLARED = re.compile(r'"((?:baton_|vllm:)[a-z_]+)"')
+_OF_TYPES = re.compile(r"_(total|bucket|sum|count)$")
+PACKAGES = (
+    "router",
+    "baton",
+    "baton_worker",
+    "baton_engine",
+    "decode_worker",
+    "prefill_worker",
+    "kv_transfer",
+    "kvpool",
+)
+
+
+@functools.cache
+def declared() -> frozenset[str]:
+    """Names of metrics in the product, as they are written: counters without `_total`."""
+    files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+    return frozenset(name for file in files for name in _DECLARED.findall(file.read_text()))
+
+
+def unknown(text: str) -> set[str]:
+    return {
+        name
+        for name in _METRIC.findall(text)
+        if name not in declared() and _OF_TYPES.sub("", name) not in declared()
+    }
+
+
+def rules() -> list[Object]:
+    (made,) = rendered("prod-ib").of_kind("PrometheusRule")
+    return [rule for group in made["spec"]["groups"] for rule in group["rules"]]
+
+
+def test_rules_ask_for_metrics_that_are_told():
+    assert len(rules()) >= 10
+    for rule in rules():
+        assert _METRIC.search(rule["expr"]), rule["alert"]
+        assert not unknown(rule["expr"]), rule["alert"]
+
+
+def test_scalers_and_the_gateways_picker_read_metrics_that_are_told():
+    for one in rendered("prod-ib").of_kind("ScaledObject"):
+        for trigger in one["spec"]["triggers"]:
+            assert not unknown(trigger["metadata"]["query"])
+    route = (KUSTOMIZE / "components" / "gateway-api" / "route.yaml").read_text()
+    assert len(set(_METRIC.findall(route))) == 4
+    assert not unknown(route)
+    router = "".join(file.read_text() for file in (ROOT / "router" / "telemetry").glob("*.py"))
+    assert all(f'"{name}"' in router for name in _METRIC.findall(route))
+
+
+def test_a_metric_that_nobody_tells_is_found():
+    assert unknown("rate(baton_no_such_thing_total[5m])") == {"baton_no_such_thing_total"}
+
+
+def test_every_alert_has_its_part_of_the_guide():
+    guide = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+    for rule in rules():
+        page, _, anchor = rule["annotations"]["runbook_url"].rpartition("#")
+        assert page.endswith("docs/guides/kubernetes.md")
+        assert anchor == rule["alert"].lower()
+        assert f"### {rule['alert']}\n" in guide
+
+
+def test_monitors_select_ports_that_are_named():
+    made = rendered("prod-ib")
+    (service,) = (s for s in made.of_kind("Service") if s["metadata"]["name"] == "router")
+    (monitor,) = made.of_kind("ServiceMonitor")
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= service["metadata"]["labels"].items()
+    named = {port["name"] for port in service["spec"]["ports"]}
+    assert {one["port"] for one in monitor["spec"]["endpoints"]} <= named
+    (pods,) = made.of_kind("PodMonitor")
+    ports = {p["name"] for one in made.processes() for p in one.spec["ports"]}
+    assert {one["port"] for one in pods["spec"]["podMetricsEndpoints"]} <= ports
