@@ -53,7 +53,7 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
         mallopt(_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
-        mallopt(_TOP_PAD, _MOST_KEPT_BYTES)  # a thread's last heap is not given up while it is empty
+        mallopt(_TOP_PAD, _MOST_KEPT_BYTES)  # nor is a thread's last heap given up
 
 
 def computing_on(device: torch.device) -> AbstractContextManager[None]:
