@@ -9,6 +9,9 @@ With `--transport tcp` router and workers speak TCP, in turn with TLS, as the pr
 `tls_` and `plain_` and are medians of `--pairs` runs each, `tls_over_plain_router_cpu` is the median of the pairs' ratios, and
 `connect_ms` is from dialling to the worker's greeting.
 
+With `--reasoning-parser NAME` chats whose text has to be looked through for reasoning of that family, in turn with chats whose text need not be: figures
+that begin with `parsed_` and `unparsed_`, and `parsed_over_unparsed_router_cpu`, in the same way.
+
 Figures: `tokens_per_s` is tokens per second of the router's CPU time, which is what a core of its own would move;
 `wall_tokens_per_s` is what was moved on this machine beside whatever else ran there; `offered_tokens_per_s` what the engines would
 draw if nothing held them up; `gap_*` is the time between two reads of one client.
@@ -20,9 +23,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from statistics import median
@@ -49,10 +53,7 @@ def main() -> None:
     for prefix, step_ms in (("", arguments.step_ms), ("calm_", arguments.calm_step_ms)):
         if not step_ms:
             continue
-        if arguments.transport == "tcp":
-            figures = _compare(step_ms, arguments)
-        else:
-            figures = _measure(step_ms, Way.UNIX, arguments)
+        figures = _in_turn(_sides(step_ms, arguments), arguments.pairs)
         report.figures[f"{prefix}offered_tokens_per_s"] = arguments.streams / step_ms * 1e3
         for figure, value in figures.items():
             report.figures[prefix + figure] = value
@@ -71,33 +72,62 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, default=3.0)
     parser.add_argument("--calm-step-ms", type=float, default=20.0, help="0 for no such run")
     parser.add_argument("--transport", choices=("unix", "tcp"), default="unix")
-    parser.add_argument("--pairs", type=int, default=3, help="runs with and without TLS, over tcp")
+    parser.add_argument(
+        "--reasoning-parser", default="", help="a family of reasoning, such as qwen3"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=3, help="runs of each side, where there are two"
+    )
     return parser.parse_args()
 
 
-def _compare(step_ms: float, arguments: argparse.Namespace) -> dict[str, float]:
-    """TLS and the clear in turn, each of them first in every other pair."""
-    runs: dict[Way, list[dict[str, float]]] = {Way.TLS: [], Way.PLAIN: []}
-    for number in range(arguments.pairs):
-        for way in (Way.TLS, Way.PLAIN) if number % 2 else (Way.PLAIN, Way.TLS):
-            runs[way].append(_measure(step_ms, way, arguments))
+def _sides(
+    step_ms: float, arguments: argparse.Namespace
+) -> dict[str, Callable[[], dict[str, float]]]:
+    """What is measured, by the name that its figures begin with: one thing, or two."""
+    name = arguments.reasoning_parser
+    if arguments.transport == "tcp":
+        return {
+            "tls": partial(_measure, step_ms, Way.TLS, arguments),
+            "plain": partial(_measure, step_ms, Way.PLAIN, arguments),
+        }
+    if name:
+        return {
+            "parsed": partial(_measure, step_ms, Way.UNIX, arguments, name),
+            "unparsed": partial(_measure, step_ms, Way.UNIX, arguments),
+        }
+    return {"": partial(_measure, step_ms, Way.UNIX, arguments)}
+
+
+def _in_turn(sides: dict[str, Callable[[], dict[str, float]]], pairs: int) -> dict[str, float]:
+    """Of two sides the medians of `pairs` runs each, each of them first in every other pair, and the pairs' ratio of the first to the second."""
+    if len(sides) == 1:
+        (measure,) = sides.values()
+        return measure()
+    runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    first, second = sides
+    for number in range(pairs):
+        for side in (first, second) if number % 2 else (second, first):
+            runs[side].append(sides[side]())
     figures = {
-        f"{way.value}_{figure}": median(run[figure] for run in runs[way])
-        for way in runs
-        for figure in runs[way][0]
+        f"{side}_{figure}": median(run[figure] for run in runs[side])
+        for side in runs
+        for figure in runs[side][0]
     }
-    pairs = zip(runs[Way.TLS], runs[Way.PLAIN], strict=True)
-    figures["tls_over_plain_router_cpu"] = median(tls[_CPU] / plain[_CPU] for tls, plain in pairs)
+    both = zip(runs[first], runs[second], strict=True)
+    figures[f"{first}_over_{second}_router_cpu"] = median(a[_CPU] / b[_CPU] for a, b in both)
     return figures
 
 
-def _measure(step_ms: float, way: Way, arguments: argparse.Namespace) -> dict[str, float]:
+def _measure(
+    step_ms: float, way: Way, arguments: argparse.Namespace, reasoning_parser: str = "none"
+) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
         directory = Path(name)
         config = directory / "cluster.yaml"
         model = str(resources.files("baton_engine.demo") / "model")
         with _workers(way, directory, model, step_ms, arguments.decoders) as addresses:
-            config.write_text(_config(directory, addresses))
+            config.write_text(_config(directory, addresses, reasoning_parser))
             figures = {"connect_ms": _connect_ms(way, addresses[0])}
             with serving(model, "-f", str(config), module=_COMMAND_LINES[way]) as url:
                 router = _router()
@@ -130,10 +160,13 @@ def _figures(counts: Counts, spent_s: float) -> dict[str, float]:
     }
 
 
-def _config(directory: Path, addresses: list[str]) -> str:
+def _config(directory: Path, addresses: list[str], reasoning_parser: str) -> str:
     return json.dumps(
         {
-            "router": {"local_prefill_tokens": 0},  # these decode workers cannot
+            "router": {
+                "local_prefill_tokens": 0,  # these decode workers cannot
+                "reasoning_parser": reasoning_parser,
+            },
             "cluster": {
                 "prefill_workers": 0,
                 "decode_workers": 0,

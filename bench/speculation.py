@@ -1,6 +1,6 @@
 """What guessed tokens bring: `python -m bench.speculation [--shape llama116m] [--rounds N] [--only WAY ...] [--json FILE]`.
 
-Two engines over one model, one with drafts and one without, in turns: drafts from n-grams; from a draft model, the first two layers of the
+Two engines over one model, one with drafts and one without, in turns, each in a process of its own: drafts from n-grams; from a draft model, the first two layers of the
 model under the same head; from one that is always wrong, whose head names another token; and from the model itself, all of whose drafts have to
 be accepted, though they cost as much as they bring. The model has random weights, but for its head, which
 makes it say a passage of 64 tokens over and over; what it draws at a temperature leaves the passage every dozen tokens and goes on at another
@@ -11,11 +11,13 @@ both engines say the same is counted.
 
 import argparse
 import json
+import multiprocessing
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -33,8 +35,9 @@ from bench.harness.shapes import SHAPES, write_model
 from kv_transfer.memory.arena import WorkerMemory
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from baton_engine.build import BuiltEngine
-    from baton_engine.ports import SpeculationCounts
 
 NGRAMS: dict[str, object] = {
     "method": "ngram",
@@ -97,6 +100,58 @@ class Timed:
             raise RuntimeError("the engine did not answer")
         texts = [self._texts[name] for name in names]
         return (sum(map(len, texts)) - self._num_first) / (self._last_s - self._first_s), texts
+
+
+def _serve(asked: "Connection", model: Path, speculation: dict[str, object]) -> None:
+    """One engine in its process, until there are no more prompts. It is built in a thread that ends, as a worker's is: two OpenMP teams in one
+    process let each other sleep at each of a step's barriers.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        built = thread.submit(_build, model, speculation).result()
+    timed = Timed(built)
+    asked.send(None)  # it is ready
+    while prompts := asked.recv():
+        rate, texts = timed.run(prompts)
+        counts = built.speculation_counts
+        drafts = (0, 0) if counts is None else (counts.draft_tokens, counts.accepted_tokens)
+        asked.send((rate, texts, drafts))
+    built.host.close()
+
+
+class EngineProcess:
+    """An engine that another process runs; `with` ends it.
+
+    Args:
+        model: Directory of the model.
+        speculation: How it guesses; empty for not at all.
+
+    Attributes:
+        drafts: Tokens that it has guessed, and those of them that were accepted.
+    """
+
+    def __init__(self, model: Path, speculation: dict[str, object]) -> None:
+        self.drafts = (0, 0)
+        spawning = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawning.Pipe()
+        self._process = spawning.Process(
+            target=_serve, args=(theirs, model, speculation), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._pipe.recv()
+
+    def run(self, prompts: Sequence[Prompt]) -> tuple[float, list[list[int]]]:
+        """See Timed."""
+        self._pipe.send(prompts)
+        rate, texts, self.drafts = self._pipe.recv()
+        return rate, texts
+
+    def __enter__(self) -> "EngineProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.send(None)
+        self._process.join()
 
 
 def make_repeat(directory: Path) -> None:
@@ -190,42 +245,35 @@ def measure(
         "wrong_drafter": lambda: make_drafter(model, directory / "wrong", is_wrong=True),
         "equal_drafter": lambda: _by_model(model),
     }
-    plain_built = _build(model, {})
     figures: dict[str, float] = {}
-    try:
-        plain = Timed(plain_built)
+    with EngineProcess(model, {}) as plain:
         for way in only:
-            built = _build(model, ways[way]())
-            try:
-                figures |= _of_one_way(way, built, plain, rounds, tell)
-            finally:
-                built.host.close()
-    finally:
-        plain_built.host.close()
+            with EngineProcess(model, ways[way]()) as guessing:
+                figures |= _of_one_way(way, guessing, plain, rounds, tell)
     return figures
 
 
 def _of_one_way(
-    way: str, built: "BuiltEngine", plain: Timed, rounds: int, tell: Callable[[str], None]
+    way: str,
+    guessing: EngineProcess,
+    plain: EngineProcess,
+    rounds: int,
+    tell: Callable[[str], None],
 ) -> dict[str, float]:
-    counts = built.speculation_counts
-    assert counts is not None
-    guessing = Timed(built)
     figures: dict[str, float] = {}
     for name, repeats in (("repetitive", True), ("random", False)):
         if way == "equal_drafter" and not repeats:
             continue
         for batch in (1, 8):
-            found = _contest(guessing, plain, counts, rounds, batch, repeats=repeats)
+            found = _contest(guessing, plain, rounds, batch, repeats=repeats)
             figures |= {f"{way}_{key}_{name}_b{batch}": value for key, value in found.items()}
             tell(f"{way}, {name}, batch {batch}: {found}")
     return figures
 
 
 def _contest(
-    guessing: Timed,
-    plain: Timed,
-    counts: "SpeculationCounts",
+    guessing: EngineProcess,
+    plain: EngineProcess,
     rounds: int,
     batch: int,
     *,
@@ -234,7 +282,7 @@ def _contest(
     """Turn about, the first round for warming up."""
     rates: tuple[list[float], list[float]] = ([], [])
     same = 0
-    before = (counts.draft_tokens, counts.accepted_tokens)
+    before = guessing.drafts
     for number in range(rounds + 1):
         prompts = _prompts(number, batch, repeats=repeats)
         sides = [guessing, plain] if number % 2 else [plain, guessing]
@@ -244,7 +292,7 @@ def _contest(
         if number:
             rates[0].append(guessing_rate)
             rates[1].append(plain_rate)
-    drafted, accepted = counts.draft_tokens - before[0], counts.accepted_tokens - before[1]
+    drafted, accepted = (now - then for now, then in zip(guessing.drafts, before, strict=True))
     ratios = [one / other for one, other in zip(*rates, strict=True)]
     return {
         "over_plain": median(ratios),

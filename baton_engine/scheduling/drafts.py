@@ -7,7 +7,7 @@ _WINDOW = 8192
 
 _PLACES_COMPARED = 8
 
-FIRST_CHANCE, _FIRST_WEIGHT = 0.6, 2.0
+FIRST_CHANCE, FIRST_WEIGHT = 0.6, 2.0
 """What is thought of a sequence's drafts before any was verified, and how many verified ones that is worth."""
 
 _KEEP = 0.95
@@ -123,8 +123,8 @@ class SequenceDrafts:
     index: NgramIndex | None = None
     proposed: list[int] = field(default_factory=list)
     num_written: int = 0
-    verified: float = _FIRST_WEIGHT
-    accepted: float = _FIRST_WEIGHT * FIRST_CHANCE
+    verified: float = FIRST_WEIGHT
+    accepted: float = FIRST_WEIGHT * FIRST_CHANCE
     tried_at: int = 0
     patience: int = 32
     are_found: bool = True

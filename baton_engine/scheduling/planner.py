@@ -23,7 +23,7 @@ from baton_engine.scheduling.plan import DraftPlan, DraftRow, Row, StepPlan
 from baton_engine.scheduling.prefill_budget import PrefillBudget, PrefillBudgets
 from baton_engine.scheduling.queues import SequenceQueues
 from baton_engine.scheduling.request import Sequence, State
-from baton_engine.scheduling.speculation import Speculator, StepLoad, draft_rows
+from baton_engine.scheduling.speculation import Speculator, draft_rows
 from baton_engine.scheduling.step_cost import StepCost
 
 
@@ -72,8 +72,7 @@ class StepPlanner:
         speculator, running = self._speculator, self._queues.running
         if speculator is None or not speculator.has_model:
             return None
-        speculator.begin_step()
-        load = StepLoad.of(running)
+        speculator.begin_step(running)
         room = (
             0
             if self._are_prompts_bound(running)
@@ -84,7 +83,7 @@ class StepPlanner:
         for sequence in running:
             if sequence.shares_tail or not self._cache.to_draft(sequence, up_to_end=True):
                 continue
-            count = min(room, speculator.wanted(sequence, load)) if room > 0 else 0
+            count = min(room, speculator.wanted(sequence)) if room > 0 else 0
             if count:
                 needy -= self._cache.needs_slot(sequence)
                 count = max(0, self._cache.append_lookahead(sequence, count, headroom=needy))
@@ -93,9 +92,7 @@ class StepPlanner:
                 rows.append(
                     DraftRow(seq=sequence, start=left.start, num_tokens=len(left), count=count)
                 )
-            if count and sequence.drafts is not None:
-                room -= count
-                load = load.with_drafts(len(sequence.tokens), count, sequence.drafts.chance)
+            room -= count
         return DraftPlan(rows=tuple(rows)) if rows else None
 
     def drafted(self, plan: DraftPlan, proposed: SequenceOf[SequenceOf[int]] | None) -> None:
@@ -150,16 +147,16 @@ class StepPlanner:
         speculator = self._speculator
         if speculator is None or self._are_prompts_bound(running):
             return []
-        speculator.begin_step()
+        if not speculator.has_model:
+            speculator.begin_step(running)
         rows: list[Row] = []
-        load = StepLoad.of(running)
         room = self._room_for_drafts(speculator, len(running))
         for sequence in running:
             if room <= len(rows):
                 break
-            chosen = speculator.choose(sequence, load)[: room - len(rows)]
+            chosen = speculator.choose(sequence)[: room - len(rows)]
             if chosen and (count := self._cache.append_lookahead(sequence, len(chosen))) > 0:
-                load = speculator.planned(sequence, count, load)
+                speculator.planned(sequence, count)
                 rows += draft_rows(sequence, chosen[:count])
         return rows
 

@@ -69,9 +69,8 @@ class PrefillBudgets:
         if target_s is None or not self._cost.knows_prompts:
             return PrefillBudget(self._cost)
         context = sum(sequence.num_computed + 1 for sequence in running)
-        context += sum(row.start + 1 for row in drafts)
-        num_rows = len(running) + len(drafts)
-        taken_s = self._cost.decodes_s(num_rows, context) + self._cost.prompts_s(1, 0)
+        taken_s = self._cost.decodes_s(len(running), context) + self._cost.prompts_s(1, 0)
+        taken_s += self._cost.drafts_s(len(drafts), sum(row.start + 1 for row in drafts))
         left_s = _MARGIN * target_s - taken_s
         return PrefillBudget(self._cost, seconds=left_s, floor_tokens=self._floor_tokens)
 

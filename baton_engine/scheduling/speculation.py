@@ -15,11 +15,10 @@ Pure.
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 from baton.config.speculative import Eagle3Speculation, NgramSpeculation, Speculation
 from baton_engine.ports import SpeculationCounts
-from baton_engine.scheduling.drafts import FIRST_CHANCE, NgramIndex, SequenceDrafts
+from baton_engine.scheduling.drafts import FIRST_CHANCE, FIRST_WEIGHT, NgramIndex, SequenceDrafts
 from baton_engine.scheduling.in_flight import InFlightStep
 from baton_engine.scheduling.plan import Row
 from baton_engine.scheduling.request import Sequence, State
@@ -27,50 +26,20 @@ from baton_engine.scheduling.step_cost import StepCost
 
 _TRY_AGAIN_AFTER, _MOST_PATIENCE = 32, 256
 """Where drafts do not pay, one is computed all the same once the text is longer by so many tokens: it may begin to repeat itself. Each time
-that it does not pay again twice as many pass, up to the second number.
+that it does not pay again twice as many pass, up to the second number. Of a model, which is as good as before for one text if it is for another,
+one is computed after so many steps, whichever text it is for.
 """
 
-_PAYS_OFF = 1.5
-"""A draft has to bring so many times the tokens per second that there are without it: what is known of its chance and its cost errs."""
+_PAYS_OFF, _ALL_PAY_OFF = 1.5, 1.1
+"""A draft has to bring so many times the tokens per second that there are without it, and a step with all its drafts so many times those of one
+without any: what is known of chances and costs errs.
+"""
 
 _LOOK_AGAIN_AFTER = 4
 """Where no draft was found, steps are planned ahead until the text is longer by so many tokens."""
 
 _READ_PER_STEP = 512
 """Tokens that a step reads at most, of all texts together, so that a long prompt does not hold up the others: half a millisecond."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLoad:
-    """What a step computes, as far as it is planned.
-
-    Attributes:
-        num_rows: Sequences that decode, and drafts.
-        context_tokens: Over how many tokens in all.
-        num_texts: Sequences that decode.
-        tokens: What it is expected to bring.
-    """
-
-    num_rows: int
-    context_tokens: int
-    num_texts: int
-    tokens: float
-
-    @classmethod
-    def of(cls, running: SequenceOf[Sequence]) -> "StepLoad":
-        """Of a step in which these decode."""
-        context = sum(sequence.num_computed + 1 for sequence in running)
-        count = len(running)
-        return cls(num_rows=count, context_tokens=context, num_texts=count, tokens=float(count))
-
-    def with_drafts(self, length: int, count: int, chance: float) -> "StepLoad":
-        """The same with `count` drafts behind a text of `length` tokens, each right with `chance` if those before it are."""
-        return StepLoad(
-            num_rows=self.num_rows + count,
-            context_tokens=self.context_tokens + sum(range(length + 1, length + count + 1)),
-            num_texts=self.num_texts,
-            tokens=self.tokens + sum(chance**place for place in range(1, count + 1)),
-        )
 
 
 def draft_rows(sequence: Sequence, drafts: SequenceOf[int]) -> list[Row]:
@@ -111,37 +80,47 @@ class Speculator:
         self._ngrams = config if isinstance(config, NgramSpeculation) else None
         self._cost = cost
         self.most_rows = most_rows
+        self._worth: dict[Sequence, int] = {}
         self._left_to_read = 0
         self._may_probe = False
+        self._of_model = SequenceDrafts(patience=_TRY_AGAIN_AFTER)
+        """Of a model's drafts for all sequences together; here it is steps that pass before it is tried again."""
+        self._num_steps = 0
+        self._next_tried: Sequence | None = None
         self.counts = SpeculationCounts(accepted_per_position=[0] * config.num_speculative_tokens)
 
-    def begin_step(self) -> None:
-        """The drafts of another step are asked for."""
+    def begin_step(self, running: SequenceOf[Sequence]) -> None:
+        """The drafts of another step are asked for, in which these decode."""
+        self._worth = self._counts(running)
         self._left_to_read = _READ_PER_STEP
+        self._num_steps += 1
         self._may_probe = True
+        if self.has_model:
+            self._next_tried = self._longest_untried(running) if self._is_models_turn() else None
 
     @property
     def has_model(self) -> bool:
         """Whether drafts are asked of a model, step by step: those that are `wanted` are `proposed`, and then chosen."""
         return self._ngrams is None
 
-    def wanted(self, sequence: Sequence, load: StepLoad) -> int:
-        """How many drafts of a running sequence are worth computing beside `load`; one where none are, for one sequence in a step whose
+    def wanted(self, sequence: Sequence) -> int:
+        """How many drafts of a running sequence are worth computing in this step; one where none are, for one sequence in a step whose
         turn it is to be tried again.
         """
-        most = self._most(sequence)
-        if most <= 0:
+        if self._most(sequence) <= 0:
             return 0
-        worth = min(most, self._worth(sequence, load))
+        worth = self._worth.get(sequence, 0)
         if not worth:
-            if not self._may_probe or not _is_to_be_tried(sequence, _patience(sequence)):
+            if not self._may_probe or not self._is_turn(sequence):
                 return 0
             self._may_probe = False
         if sequence.drafts is None:
-            sequence.drafts = SequenceDrafts(index=self._new_index(), patience=_TRY_AGAIN_AFTER)
-        drafts = sequence.drafts
-        drafts.tried_at = len(sequence.tokens)
-        drafts.patience = _TRY_AGAIN_AFTER if worth else min(2 * drafts.patience, _MOST_PATIENCE)
+            sequence.drafts = self._new_drafts()
+        sequence.drafts.tried_at = len(sequence.tokens)
+        paced = self._of_model if self.has_model else sequence.drafts
+        paced.patience = _TRY_AGAIN_AFTER if worth else min(2 * paced.patience, _MOST_PATIENCE)
+        if self.has_model:
+            self._of_model.tried_at = self._num_steps
         return max(1, worth)
 
     def proposed(self, sequence: Sequence, tokens: SequenceOf[int]) -> int:
@@ -154,13 +133,11 @@ class Speculator:
         drafts.num_written = len(tokens) - 1 if is_final else 0
         return len(drafts.proposed)
 
-    def choose(self, sequence: Sequence, load: StepLoad) -> list[int]:
-        """The drafts of a running sequence that are to be computed beside `load`; empty for none. Nothing is looked up where none are
-        wanted.
-        """
+    def choose(self, sequence: Sequence) -> list[int]:
+        """The drafts of a running sequence that are to be computed; empty for none. Nothing is looked up where none are wanted."""
         if self.has_model:
             return [] if sequence.drafts is None else sequence.drafts.taken()
-        count = self.wanted(sequence, load)
+        count = self.wanted(sequence)
         if not count:
             return []
         drafts = sequence.drafts
@@ -180,10 +157,12 @@ class Speculator:
         left = sequence.request.final_len - len(sequence.tokens) - 1
         return min(self._config.num_speculative_tokens, left)
 
-    def _new_index(self) -> NgramIndex | None:
+    def _new_drafts(self) -> SequenceDrafts:
+        """Of a model as much is expected for another text as it has been worth for those before."""
         if self._ngrams is None:
-            return None
-        return NgramIndex(self._ngrams.prompt_lookup_min, self._ngrams.prompt_lookup_max)
+            return SequenceDrafts(accepted=self._of_model.chance * FIRST_WEIGHT)
+        shortest, longest = self._ngrams.prompt_lookup_min, self._ngrams.prompt_lookup_max
+        return SequenceDrafts(index=NgramIndex(shortest, longest), patience=_TRY_AGAIN_AFTER)
 
     def _usable(self, sequence: Sequence, found: SequenceOf[int]) -> list[int]:
         """Those of the leading ones with which the text can go on."""
@@ -193,24 +172,63 @@ class Speculator:
             end = sequence.constraint.num_allowed(found[:end])
         return list(found[:end])
 
-    def _worth(self, sequence: Sequence, load: StepLoad) -> int:
-        """How many drafts of a sequence a step should compute beside `load`: as long as one more brings clearly more tokens per second than
-        there are without it.
+    def _counts(self, running: SequenceOf[Sequence]) -> dict[Sequence, int]:
+        """How many drafts of each of these sequences a step should compute; none for those that are not there.
+
+        Drafts of all sequences are weighed together, first the first ones of all, then the second ones: what a step takes longer for computing any,
+        and what one more pass of a model takes, they share. Taken are so many that the step brings the most tokens per second.
         """
-        chance = FIRST_CHANCE if sequence.drafts is None else sequence.drafts.chance
-        seconds = self._cost.decodes_s(load.num_rows, load.context_tokens)
-        context = load.context_tokens + len(sequence.tokens)
-        row_s = self._cost.decodes_s(load.num_rows + 1, context) - seconds
+        plain_s = self._cost.decodes_s(len(running), sum(s.num_computed + 1 for s in running))
+        if plain_s <= 0.0 or self._cost.is_decode_stale(len(running)):
+            return {}
+        chosen = {s: 0 for s in running if self._most(s) > 0 and self._may_be_found(s)}
+        reach = [(sequence, self._chance(sequence)) for sequence in chosen]
+        tokens, seconds = float(len(running)), plain_s
+        best, best_depth = _ALL_PAY_OFF * tokens / plain_s, 0
+        num_drafts = context = 0
+        for depth in range(1, self._config.num_speculative_tokens + 1):
+            two_s, one_s = (self._added_s(depth, num_drafts + more, context) for more in (2, 1))
+            least = _PAYS_OFF * (two_s - one_s) * tokens / seconds
+            reach = [(s, c) for s, c in reach if c**depth > least and self._most(s) >= depth]
+            if not reach:
+                break
+            for sequence, chance in reach:
+                tokens += chance**depth
+                chosen[sequence] = depth
+                context += len(sequence.tokens) + depth
+            num_drafts += len(reach)
+            seconds = plain_s + self._added_s(depth, num_drafts, context)
+            if tokens / seconds > best:
+                best, best_depth = tokens / seconds, depth
+        return {s: min(depth, best_depth) for s, depth in chosen.items() if depth and best_depth}
+
+    def _added_s(self, depth: int, num_drafts: int, context_tokens: int) -> float:
+        """Predicted seconds that a step takes longer for so many drafts, up to `depth` of a sequence."""
+        seconds = self._cost.drafts_s(num_drafts, context_tokens)
+        return seconds + self._cost.passes_s(depth, num_drafts) if self.has_model else seconds
+
+    def _chance(self, sequence: Sequence) -> float:
+        if sequence.drafts is not None:
+            return sequence.drafts.chance
+        return self._of_model.chance if self.has_model else FIRST_CHANCE
+
+    def _may_be_found(self, sequence: Sequence) -> bool:
+        """Whether drafts of a sequence should be looked up if they are worth it: always where a model draws them."""
+        drafts = sequence.drafts
+        return drafts is None or drafts.are_found or _is_longer(sequence, _LOOK_AGAIN_AFTER)
+
+    def _is_turn(self, sequence: Sequence) -> bool:
+        """Whether drafts of a sequence may be tried though they do not pay."""
         if self.has_model:
-            row_s += self._cost.draft_s(load.num_texts)
-        tokens, all_accepted, count = load.tokens, chance, 0
-        while (
-            count < self._config.num_speculative_tokens
-            and all_accepted * seconds > _PAYS_OFF * tokens * row_s
-        ):
-            tokens, seconds, count = tokens + all_accepted, seconds + row_s, count + 1
-            all_accepted *= chance
-        return count
+            return sequence is self._next_tried
+        return sequence.drafts is None or _is_longer(sequence, sequence.drafts.patience)
+
+    def _is_models_turn(self) -> bool:
+        return self._num_steps >= self._of_model.tried_at + self._of_model.patience
+
+    def _longest_untried(self, running: SequenceOf[Sequence]) -> Sequence | None:
+        could = [sequence for sequence in running if self._most(sequence) > 0]
+        return max(could, key=_grown_untried, default=None)
 
     def needs_outcome(self, current: InFlightStep) -> bool:
         """Whether the step behind `current` should not be planned ahead: it has drafts, or the next one should. Looks nothing up and
@@ -218,27 +236,20 @@ class Speculator:
         """
         if any(row.draft for row in current.plan.rows):
             return True
-        load = StepLoad.of(current.sequences)
-        running = (s for s in current.sequences if s.state is State.RUNNING)
-        return any(self._is_next(sequence, load) for sequence in running)
+        running = [s for s in current.sequences if s.state is State.RUNNING and self._most(s) > 1]
+        if self._counts(running):
+            return True
+        if self.has_model:
+            return bool(running) and self._is_models_turn()
+        return any(map(self._is_turn, running))
 
-    def _is_next(self, sequence: Sequence, load: StepLoad) -> bool:
-        """Whether drafts of a sequence should be asked for beside `load`."""
-        if self._most(sequence) <= 1:  # one token is being drawn
-            return False
-        if not self._worth(sequence, load):
-            return _is_to_be_tried(sequence, _patience(sequence))
-        are_found = sequence.drafts is None or sequence.drafts.are_found
-        return are_found or _is_to_be_tried(sequence, _LOOK_AGAIN_AFTER)
-
-    def planned(self, sequence: Sequence, count: int, load: StepLoad) -> StepLoad:
-        """`count` drafts of a sequence are computed in the step to come, beside `load`; returns both together."""
+    def planned(self, sequence: Sequence, count: int) -> None:
+        """`count` drafts of a sequence are computed in the step to come."""
         drafts = sequence.drafts
         assert drafts is not None
         drafts.num_accepted = 0
         self.counts.drafts += 1
         self.counts.draft_tokens += count
-        return load.with_drafts(len(sequence.tokens), count, drafts.chance)
 
     def verified(self, row: Row, *, is_accepted: bool) -> None:
         """What became of the last draft of `row`; those of a sequence are told in order."""
@@ -248,6 +259,8 @@ class Speculator:
         if place > drafts.num_accepted:
             return  # stood behind one that was wrong
         drafts.note(is_accepted=is_accepted)
+        if self.has_model:
+            self._of_model.note(is_accepted=is_accepted)
         if is_accepted:
             drafts.num_accepted += 1
             row.seq.num_drafted += place < drafts.num_written
@@ -255,11 +268,11 @@ class Speculator:
             self.counts.accepted_per_position[place] += 1
 
 
-def _patience(sequence: Sequence) -> int:
-    return _TRY_AGAIN_AFTER if sequence.drafts is None else sequence.drafts.patience
+def _grown_untried(sequence: Sequence) -> int:
+    """By how many tokens its text has grown since drafts of it were asked for."""
+    return len(sequence.tokens) - (0 if sequence.drafts is None else sequence.drafts.tried_at)
 
 
-def _is_to_be_tried(sequence: Sequence, after: int) -> bool:
-    """Whether its text has grown by `after` tokens since drafts of it were asked for."""
-    drafts = sequence.drafts
-    return drafts is None or len(sequence.tokens) >= drafts.tried_at + after
+def _is_longer(sequence: Sequence, after: int) -> bool:
+    """Whether that are `after` or more; they are where there were none yet."""
+    return sequence.drafts is None or _grown_untried(sequence) >= after

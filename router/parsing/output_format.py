@@ -267,11 +267,12 @@ class OutputFormat:
                 case CallShape.PYTHON:
                     body = f"{_text(tool.name + '(**')} {arguments} {_text(')')}"
                 case CallShape.MESSAGE:
-                    recipient = _text(f"commentary to=functions.{tool.name} ")
-                    kind = (
-                        f"{self._mark('<|constrain|>')} {_text('json')} {self._mark('<|message|>')}"
-                    )
-                    body = f"{self._mark('<|channel|>')} {recipient} {kind} {arguments}"
+                    channel, message = self._mark("<|channel|>"), self._mark("<|message|>")
+                    recipient = f"to=functions.{tool.name}"
+                    behind = f"{channel} {_text(f'commentary {recipient}')}"
+                    before = f"{_text(' ' + recipient)} {channel} {_text('commentary')}"
+                    kind = f"{_text(' ')} {self._mark('<|constrain|>')}? {_text('json')}"
+                    body = f"({behind} | {before}) ({kind})? {message} {arguments}"
                 case CallShape.TAGGED:
                     raise AssertionError("not held to a grammar")
             rules.append(f"call_{place}: {body}")

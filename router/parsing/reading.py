@@ -57,7 +57,9 @@ class OutputReader(ABC):
         self._calls = 0
         self._told: list[tuple[type, int, list[str]]] = []
         self._kind: TextKind = ContentText
-        self._special: re.Pattern[str] | None = None  # what may mean something in the text to come
+        self._begins: re.Pattern[str] | None = (
+            None  # within text of that kind, what may begin a mark
+        )
         self._program = self._read(in_reasoning=in_reasoning)
 
     @abstractmethod
@@ -66,13 +68,21 @@ class OutputReader(ABC):
 
     def plain_kind(self, text: str) -> TextKind | None:
         """See `OutputParser`."""
-        if self._special is None or self._special.search(text) is not None:
+        if self._begins is None or self._begins.search(text) is not None:
+            return None
+        if self._kind is ContentText and (self._blanks or text[-1:] in BLANKS):
             return None
         return self._kind
 
     def push_text(self, text: str) -> list[ParsedEvent]:
         """See `OutputParser`."""
-        return self._advance(text)
+        if self._begins is None or self._begins.search(text) is not None:
+            return self._advance(text)
+        if self._kind is ContentText:
+            self._tell_content(text)
+        else:
+            self._tell(ReasoningText, 0, text)
+        return self._take_told()
 
     def push_marker(self, token_id: int) -> list[ParsedEvent]:
         """See `OutputParser`."""
@@ -85,8 +95,11 @@ class OutputReader(ABC):
 
     def _advance(self, text: str) -> list[ParsedEvent]:
         self._buffer, self._place = self._buffer[self._place :] + text, 0
-        self._special = None
+        self._begins = None
         next(self._program, None)
+        return self._take_told()
+
+    def _take_told(self) -> list[ParsedEvent]:
         told, self._told = self._told, []
         return [_event(kind, index, "".join(parts)) for kind, index, parts in told]
 
@@ -142,11 +155,11 @@ class OutputReader(ABC):
         self, kind: TextKind, tell: Callable[[str], None], marks: Sequence[str]
     ) -> Reading[str | None]:
         """Tells all text, of this kind, up to one of `marks`, which it returns; None if the output ends before. Where some was told and nothing waits,
-        what cannot begin a mark, or be a blank before one, need not be read: it can only be more of it (`plain_kind`).
+        what cannot begin a mark can only be more of it, and is not read here.
         """
         pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
-        begins = "".join(re.escape(mark[0]) for mark in marks if mark not in self._spelt)
-        special = re.compile("|".join([*([f"[{begins}]"] if begins else ()), rf"[{BLANKS}]\Z"]))
+        first = "".join(re.escape(mark[0]) for mark in marks if mark not in self._spelt)
+        begins = re.compile(f"[{first}]" if first else r"(?!)")
         was_told = False
         while True:
             found = pattern.search(self._buffer, self._place)
@@ -161,8 +174,8 @@ class OutputReader(ABC):
             self._place = end
             if self._ended:
                 return None
-            if was_told and not held and not self._blanks:
-                self._kind, self._special = kind, special
+            if was_told and not held:
+                self._kind, self._begins = kind, begins
             yield
 
     def _peek(self) -> Reading[str]:

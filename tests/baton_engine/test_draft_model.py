@@ -332,11 +332,11 @@ def test_a_drafter_that_fails_fails_nothing_else(model, small, caplog):
     assert "the draft model failed" in caplog.text
 
 
-def test_drafts_can_be_repeated_from_graphs(model, small):
+def test_drafts_can_be_repeated_from_graphs(model):
     """Of kernels that take rows of padding, as those of a GPU do."""
     kernels = ReferenceKernels()
     plain = drawn(WholeEngine(model, kernels=kernels), "sampled")
-    eager = WholeEngine(model, kernels=kernels, speculation=by(small))
+    eager = WholeEngine(model, kernels=kernels, speculation=by(model))
     drafter = eager.drafter
     assert isinstance(drafter, DraftModel)
     backend = EagerGraphs()

@@ -27,7 +27,7 @@ from baton_engine.scheduling.in_flight import InFlightStep
 from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.plan import NO_TOKEN, Launched, Row, StepPlan, StepResult
 from baton_engine.scheduling.request import Request, Sequence, State
-from baton_engine.scheduling.speculation import Speculator, StepLoad, draft_rows
+from baton_engine.scheduling.speculation import Speculator, draft_rows
 from baton_engine.scheduling.step_cost import StepCost
 from tests.baton_engine.looped import draw_all
 from tests.baton_engine.scheduling_world import World, limits, prompt
@@ -333,7 +333,7 @@ def test_drafts_that_are_wrong_are_made_less_and_less_often():
         world.scheduler.update_from_output(plan, result, 0.0)
         if plan.step == 100:
             half = counts.draft_tokens
-    assert counts.draft_tokens - half < 60 < 4 * half
+    assert counts.draft_tokens - half < 20 < 4 * half
 
 
 WITHOUT_REPEATS = tuple(range(100, 130))
@@ -388,18 +388,17 @@ def known(sequence: Sequence) -> tuple[float, float, int, int]:
 def test_nothing_is_looked_up_where_no_draft_is_worth_it():
     bench = Bench(row_s=1.0)
     sequence = doubtful(bench.sequence((7,) * 40), tried_at=20)
-    bench.speculator.begin_step()
-    assert bench.speculator.choose(sequence, StepLoad.of([sequence])) == []
+    bench.speculator.begin_step([sequence])
+    assert bench.speculator.choose(sequence) == []
     assert num_kept(sequence) == 0
 
 
 def test_a_step_tries_one_of_those_again_whose_turn_it_is():
     bench = Bench(row_s=1.0)
     running = [doubtful(bench.sequence((7,) * 40, str(i)), tried_at=8) for i in range(3)]
-    load = StepLoad.of(running)
     for turn in range(4):
-        bench.speculator.begin_step()
-        chosen = [bench.speculator.choose(sequence, load) for sequence in running]
+        bench.speculator.begin_step(running)
+        chosen = [bench.speculator.choose(sequence) for sequence in running]
         assert chosen == [[7] if place == turn else [] for place in range(3)]
 
 
@@ -409,8 +408,8 @@ def test_what_does_not_pay_is_tried_less_and_less_often():
     tried: list[int] = []
     for length in range(40, 1200):
         sequence.tokens.append(7)
-        bench.speculator.begin_step()
-        if bench.speculator.choose(sequence, StepLoad.of([sequence])):
+        bench.speculator.begin_step([sequence])
+        if bench.speculator.choose(sequence):
             tried.append(length)
     assert [late - early for early, late in pairwise(tried)] == [64, 128, 256, 256, 256]
 
@@ -418,9 +417,9 @@ def test_what_does_not_pay_is_tried_less_and_less_often():
 def test_all_texts_of_a_step_share_what_it_reads():
     bench = Bench(row_s=0.01)
     running = [bench.sequence(tuple(range(400)), str(i)) for i in range(3)]
-    bench.speculator.begin_step()
+    bench.speculator.begin_step(running)
     for sequence in running:
-        bench.speculator.choose(sequence, StepLoad.of(running))
+        bench.speculator.choose(sequence)
     assert [num_kept(sequence) for sequence in running] == [399, 113, 0]
 
 
@@ -443,8 +442,8 @@ def test_asking_whether_a_step_can_be_planned_ahead_changes_nothing():
 def test_steps_go_on_ahead_for_some_tokens_where_no_draft_was_found():
     bench = Bench(row_s=0.01)
     sequence = bench.sequence(WITHOUT_REPEATS)
-    bench.speculator.begin_step()
-    assert bench.speculator.choose(sequence, StepLoad.of([sequence])) == []
+    bench.speculator.begin_step([sequence])
+    assert bench.speculator.choose(sequence) == []
     row = Row(seq=sequence, start=29, num_tokens=1, samples=(0,))
     current = InFlightStep(plan=StepPlan(step=1, rows=(row,)), sequences=[sequence])
     asked = []
@@ -455,21 +454,51 @@ def test_steps_go_on_ahead_for_some_tokens_where_no_draft_was_found():
 
 
 def test_drafts_of_one_text_make_those_of_the_next_one_worth_less():
-    bench = Bench(row_s=0.25)
+    bench = Bench(row_s=0.12)
     running = [bench.sequence((7,) * 40, str(i)) for i in range(4)]
-    load, counts = StepLoad.of(running), []
-    bench.speculator.begin_step()
-    for sequence in running:
-        chosen = bench.speculator.choose(sequence, load)
-        counts.append(len(chosen))
-        if chosen:
-            load = bench.speculator.planned(sequence, len(chosen), load)
-    assert counts[0] > 0
-    assert load.num_rows == 4 + sum(counts)
-    assert load.tokens > 4.0
-    alone = bench.speculator.choose(running[3], StepLoad.of(running))
-    assert sorted(counts, reverse=True) == counts
-    assert counts[3] <= len(alone)
+    counts: list[list[int]] = []
+    for together in (running[:1], running):
+        bench.speculator.begin_step(together)
+        counts.append([len(bench.speculator.choose(sequence)) for sequence in together])
+    (alone,), all_of_them = counts
+    assert alone > max(all_of_them) > 0
+
+
+def taught(bench: Bench, sequences: list[Sequence], *, fixed_s: float, draft_s: float) -> None:
+    """By steps with drafts, of which any make a step longer, and each one."""
+    for num_drafts in (1, 2, 4, 8) * 16:
+        rows = [Row(seq=s, start=40, num_tokens=1, samples=(0,)) for s in sequences]
+        draft = Row(seq=sequences[0], start=41, num_tokens=1, samples=(0,), draft=(7,))
+        for drafts in ((), (draft,) * num_drafts):
+            seconds = 1.0 + (fixed_s + draft_s * num_drafts if drafts else 0.0)
+            bench.cost.measured(StepPlan(step=1, rows=(*rows, *drafts)), seconds)
+
+
+def test_what_a_step_takes_longer_for_any_drafts_is_paid_by_all_of_them():
+    bench = Bench(row_s=0.0)
+    running = [bench.sequence((7,) * 40, str(i)) for i in range(8)]
+    taught(bench, running, fixed_s=0.3, draft_s=0.01)
+    bench.speculator.begin_step(running)
+    assert all(len(bench.speculator.choose(sequence)) > 1 for sequence in running)
+    one_is_right = running[:1] + [doubtful(s, tried_at=39) for s in running[1:]]
+    bench.speculator.begin_step(one_is_right)
+    assert not any(bench.speculator.choose(sequence) for sequence in one_is_right)
+
+
+def test_decodes_alone_are_measured_again_after_many_steps_with_drafts():
+    cost = Bench(row_s=0.1).cost
+    sequence = Bench(row_s=0.1).sequence((7,) * 40)
+    row = Row(seq=sequence, start=39, num_tokens=1, samples=(0,))
+    draft = replace(row, start=40, draft=(7,))
+    cost.measured(StepPlan(step=1, rows=(row,) * 4), 1.0)
+    for _ in range(63):
+        cost.measured(StepPlan(step=1, rows=(*(row,) * 4, draft)), 1.2)
+        assert not cost.is_decode_stale(4)
+        assert cost.is_decode_stale(8)
+    cost.measured(StepPlan(step=1, rows=(*(row,) * 4, draft)), 1.2)
+    assert cost.is_decode_stale(4)
+    cost.measured(StepPlan(step=1, rows=(row,) * 4), 1.0)
+    assert not cost.is_decode_stale(4)
 
 
 def test_drafts_keep_to_the_rows_that_are_computed_quickly():

@@ -205,6 +205,31 @@ def test_every_call_that_is_begun_is_whole_where_tools_are_strict(
     assert texts
 
 
+def test_a_header_of_harmony_may_be_written_in_each_way_that_it_is() -> None:
+    tokenizer = byte_tokenizer(TOOL_FAMILIES["openai"].marks, special=True)
+    made = detect_format("<|channel|><|message|>", tokenizer.token_to_id)
+    form = AnswerForm(
+        kind="calls",
+        value={"add": TOOLS[0].parameters},
+        param="tools",
+        calls=made.strict_lark(TOOLS[:1], parallel=True, schema=CALL_SCHEMA, thinks=True),
+        call_schemas=tuple(made.call_schemas(TOOLS[:1])),
+    )
+    grammar = grammar_of(form, ()).text
+    said_before = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    said_before += "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant"
+    for header in (
+        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.add<|message|>",
+        " to=functions.add<|channel|>commentary json<|message|>",
+    ):
+        for before in ("", said_before):
+            assert accepted(grammar, tokenizer, before + header + '{"a": 1}'), header
+            assert not accepted(grammar, tokenizer, before + header + '{"a": ""}'), header
+    assert accepted(grammar, tokenizer, said_before + "<|channel|>final<|message|>It is 2.")
+    assert not accepted(grammar, tokenizer, "<|channel|>commentary to=functions.sub<|message|>{}")
+
+
 @pytest.mark.parametrize("family", TOOL_FAMILIES)
 def test_calls_are_held_where_a_mark_begins_all_of_them(family: str) -> None:
     held = detect_format(None, lambda mark: hash(mark), tool_call_parser=family).can_hold

@@ -243,8 +243,11 @@ def test_whatever_a_model_writes_is_taken_apart_the_same_way(
     marks = TOOL_FAMILIES[family].marks
     pieces = st.one_of(PIECES, st.sampled_from(marks)) if marks else PIECES
     text = "".join(data.draw(st.lists(pieces, max_size=30)))
-    made = output_format(family, "qwen3", as_tokens=as_tokens)
-    assert parsed(made, text, data.draw(CUTS)) == parsed(made, text)
+    reasoning = "openai_gptoss" if family == "openai" else "qwen3"
+    made = output_format(family, reasoning, as_tokens=as_tokens)
+    inside = data.draw(st.booleans())
+    cut = parsed(made, text, data.draw(CUTS), in_reasoning=inside)
+    assert cut == parsed(made, text, in_reasoning=inside)
 
 
 @pytest.mark.parametrize(
