@@ -202,7 +202,7 @@ def _add_conversations(
     responses = ConversationEndpoint(
         ResponsesRequest,
         ResponsesRequest.as_conversation,
-        partial(ResponseWriter, pieces=pieces),
+        partial(ResponseWriter, pieces=pieces, output_format=output_format),
         "resp",
         bodies=bodies,
         planner=planner,

@@ -27,7 +27,9 @@ from router.http.fields import (
 )
 from router.http.known_fields import Api
 from router.openai.conversation import (
+    CallId,
     TemplateArguments,
+    assistant_message,
     check_calls,
     check_template_arguments,
 )
@@ -36,7 +38,6 @@ from router.parsing.output_format import ToolSchema
 from router.templates.renderer import ChatMessage, Conversation
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
-CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class TextBlock(BodyObject):
@@ -122,7 +123,7 @@ class MessageParam(BodyObject):
         return self._answer() if self.role == "assistant" else list(self._turns())
 
     def _answer(self) -> list[ChatMessage]:
-        calls: list[JsonValue] = [
+        calls: list[dict[str, JsonValue]] = [
             {
                 "id": block.id,
                 "type": "function",
@@ -132,12 +133,7 @@ class MessageParam(BodyObject):
             if isinstance(block, ToolUseBlock)
         ]
         thought = [block.thinking for block in self.blocks if isinstance(block, ThinkingBlock)]
-        said: dict[str, JsonValue] = {"role": "assistant", "content": joined(self.blocks)}
-        if calls:
-            said["tool_calls"] = calls
-        if thought:
-            said["reasoning_content"] = "".join(thought)
-        return [said]
+        return [assistant_message(joined(self.blocks), calls, "".join(thought))]
 
     def _turns(self) -> Iterator[ChatMessage]:
         for kind, blocks in groupby(self.blocks, key=type):
@@ -173,6 +169,7 @@ class ToolDefinition(BodyObject):
     name: ToolName
     description: str | None = None
     input_schema: JsonObject | None = None
+    strict: bool | None = None
 
     def for_template(self) -> dict[str, JsonValue]:
         """As OpenAI describes one, which is what templates know."""
@@ -283,7 +280,7 @@ class ConversationBody(BodyObject):
         named = choice.name if choice.type == "tool" else None
         return CallableTools(
             tools=tuple(
-                ToolSchema(name=tool.name, parameters=tool.parameters)
+                ToolSchema(name=tool.name, parameters=tool.parameters, strict=bool(tool.strict))
                 for tool in self.custom_tools
                 if named is None or tool.name == named
             ),

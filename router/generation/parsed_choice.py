@@ -26,6 +26,9 @@ class ParsedChoice:
         tools: That may be called; None where calls are not looked for. Calls after the first are told where several may be made at once.
         in_reasoning: Whether the prompt ends within reasoning.
         tells_reasoning: Whether the client is to be told what the model thinks aloud.
+
+    Attributes:
+        is_text: All of it is content: neither calls nor reasoning are looked for.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class ParsedChoice:
     ) -> None:
         callable_ = None if tools is None else tools.tools
         self._parser: OutputParser = output_format.parser(callable_, in_reasoning=in_reasoning)
-        self._is_text = tools is None and output_format.reasoning is None
+        self.is_text = tools is None and output_format.reasoning is None
         self._tells_later_calls = tools is not None and tools.parallel
         self._tells_reasoning = tells_reasoning
         self._marks: deque[Mark] = deque()
@@ -58,7 +61,7 @@ class ParsedChoice:
 
     def push(self, delta: Delta) -> list[ParsedEvent]:
         """What it says besides. Part of a mark waits for the rest of it."""
-        if self._is_text:
+        if self.is_text:
             return [ContentText(delta.text)] if delta.text else []
         if delta.finish is None and (kind := self.plain_kind(delta)) is not None:
             plain = kind(delta.text)

@@ -84,6 +84,7 @@ _BEAMS = (
 )
 _TOOLS = "tools of models whose calls are not known (docs/guides/tools-and-reasoning.md); tools that a server would run"
 _CALLS = "choices other than none and auto, of models that cannot be held to a call"
+_THOUGHTS = "Reasoning is told apart in chats and responses; messages have `thinking`."
 _FUNCTIONS = "functions that may be called: send them as `tools`"
 
 FIELDS: Mapping[str, KnownField] = {
@@ -206,8 +207,8 @@ FIELDS: Mapping[str, KnownField] = {
     "enable_response_messages": _refused("Token ids are answered by other endpoints.", False),
     "fallbacks": _refused("One model is served.", []),
     "guided_decoding_backend": _refused("Grammars are enforced by llguidance alone.", "auto", "guidance"),
-    "include_reasoning": KnownField(obeyed=CHAT, refusal="Reasoning is told apart in chats.", nothing=(True,)),
-    "max_thinking_tokens": KnownField(obeyed=CHAT, refusal="Reasoning is told apart in chats.", limits="models whose reasoning is not known"),
+    "include_reasoning": KnownField(obeyed=CHAT | RESPONSES, refusal=_THOUGHTS, nothing=(True,)),
+    "max_thinking_tokens": KnownField(obeyed=CHAT | RESPONSES, refusal=_THOUGHTS, limits="models whose reasoning is not known"),
     "inference_geo": _refused("The workers are where they are.", "global"),
     "kv_transfer_params": _refused("Workers find each other, and hand KV over, by themselves.", {}),
     "logits_processors": _refused("Clients bring no code.", []),
@@ -224,7 +225,7 @@ FIELDS: Mapping[str, KnownField] = {
     "routed_experts_prompt_start": _refused("Which experts computed a token is not told.", 0),
     "spaces_between_special_tokens": _refused("No spaces are put between special tokens.", True),
     "speed": _refused("There is one speed.", "standard"),
-    "thinking_token_budget": KnownField(obeyed=CHAT, refusal="Reasoning is told apart in chats.", limits="models whose reasoning is not known"),
+    "thinking_token_budget": KnownField(obeyed=CHAT | RESPONSES, refusal=_THOUGHTS, limits="models whose reasoning is not known"),
     "vllm_xargs": _refused("There are no extensions of vLLM's here.", {}),
     "watermarking": _refused("Outputs are not watermarked.", False),
 }  # fmt: skip

@@ -32,14 +32,18 @@ class TextPart(BodyObject):
 Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS_LENGTH)]
+
+
 class CalledFunction(BodyObject):
     """What an earlier answer called. `arguments` is the JSON of an object, as it was answered."""
 
     name: FunctionName
-    arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS_LENGTH)]
+    arguments: Arguments
 
-    def parsed(self) -> JsonValue:
-        """The object.
+    def parsed(self, param: str) -> JsonValue:
+        """The object; `param` is the body's field that it came in.
 
         Raises:
             InvalidRequestError: It is none.
@@ -50,8 +54,8 @@ class CalledFunction(BodyObject):
             found = None
         if not isinstance(found, dict):
             raise InvalidRequestError(
-                f"messages: the arguments of a call of {self.name} are not the JSON of an object.",
-                param="messages",
+                f"{param}: the arguments of a call of {self.name} are not the JSON of an object.",
+                param=param,
             )
         return found
 
@@ -59,13 +63,17 @@ class CalledFunction(BodyObject):
 class ToolCall(BodyObject):
     """A call in an earlier answer."""
 
-    id: Annotated[str, Field(min_length=1, max_length=256)]
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def for_template(self) -> dict[str, JsonValue]:
-        """Templates write arguments themselves: they are given the object."""
-        function = {"name": self.function.name, "arguments": self.function.parsed()}
+    def for_template(self, param: str = "messages") -> dict[str, JsonValue]:
+        """Templates write arguments themselves: they are given the object.
+
+        Raises:
+            InvalidRequestError: There is none, in the body's field `param`.
+        """
+        function = {"name": self.function.name, "arguments": self.function.parsed(param)}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -124,18 +132,28 @@ class Message(BaseModel):
 
     def for_template(self) -> dict[str, JsonValue]:
         """What the chat template sees."""
-        calls: JsonValue = [call.for_template() for call in self.tool_calls or ()]
-        reasoning = self.reasoning_content or self.reasoning
-        optional: dict[str, JsonValue] = {
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "tool_calls": calls or None,
-            "reasoning_content": reasoning or None,
-            # gpt-oss's name for it; its template refuses a message with calls that has both.
-            "thinking": None if calls and self.text else reasoning or None,
-        }
-        given = {key: value for key, value in optional.items() if value is not None}
-        return {"role": self.role, "content": self.text, **given}
+        answer = assistant_message(
+            self.text,
+            [call.for_template() for call in self.tool_calls or ()],
+            self.reasoning_content or self.reasoning or "",
+        )
+        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        given = {key: value for key, value in named.items() if value is not None}
+        return {**answer, "role": self.role, **given}
+
+
+def assistant_message(
+    content: str, calls: Sequence[dict[str, JsonValue]], reasoning: str
+) -> dict[str, JsonValue]:
+    """What the chat template sees of an earlier answer."""
+    optional: dict[str, JsonValue] = {
+        "tool_calls": list(calls),
+        "reasoning_content": reasoning,
+        # gpt-oss's name for it; its template refuses a message with calls that has both.
+        "thinking": "" if calls and content else reasoning,
+    }
+    given = {key: value for key, value in optional.items() if value}
+    return {"role": "assistant", "content": content, **given}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

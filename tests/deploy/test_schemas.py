@@ -31,29 +31,19 @@ def schema_folder() -> Path:
 
 
 @functools.cache
-def custom_schemas() -> dict[tuple[str, str], Any]:
-    """By API version and kind."""
-    schemas = {}
-    for file in sorted(schema_folder().iterdir()):
-        if file.suffix == ".yaml":
-            for crd in yaml.safe_load_all(file.read_text()):
-                spec = crd["spec"]
-                for version in spec["versions"]:
-                    key = (f"{spec['group']}/{version['name']}", spec["names"]["kind"])
-                    schemas[key] = strict(version["schema"]["openAPIV3Schema"], is_top=True)
-        elif (
-            file.suffix == ".json"
-        ):  # of the CRDs catalog: GROUP_KIND_VERSION, the kind in lower case
-            group, kind, version = file.stem.split("_")
-            schema = strict(json.loads(file.read_text()), is_top=True)
-            schemas[f"{group}/{version}", kind] = schema
-    return schemas
-
-
 def schema_of(api_version: str, kind: str) -> Any:
     """The strict schema of a custom resource, or None."""
-    schemas = custom_schemas()
-    return schemas.get((api_version, kind)) or schemas.get((api_version, kind.lower()))
+    group, _, version = api_version.partition("/")
+    of_catalog = schema_folder() / f"{group}_{kind.lower()}_{version}.json"
+    if of_catalog.is_file():
+        return strict(json.loads(of_catalog.read_text()), is_top=True)
+    for file in schema_folder().glob(f"{group}_{kind.lower()}s.yaml"):
+        crd = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
+        assert (crd["spec"]["group"], crd["spec"]["names"]["kind"]) == (group, kind)
+        for one in crd["spec"]["versions"]:
+            if one["name"] == version:
+                return strict(one["schema"]["openAPIV3Schema"], is_top=True)
+    return None
 
 
 def strict(schema: Any, *, is_top: bool = False) -> Any:
@@ -96,9 +86,20 @@ def test_every_object_is_valid(cluster: Rendered):
         assert problem(one) is None, label
 
 
-@pytest.mark.parametrize(
-    "kind", ["StatefulSet", "NetworkPolicy", "ScaledObject", "HTTPRoute", "PodMonitor"]
+OF_EVERY_SCHEMA = (
+    "StatefulSet",
+    "NetworkPolicy",
+    "HorizontalPodAutoscaler",
+    "ScaledObject",
+    "HTTPRoute",
+    "InferencePool",
+    "PodMonitor",
+    "ServiceMonitor",
+    "PrometheusRule",
 )
+
+
+@pytest.mark.parametrize("kind", OF_EVERY_SCHEMA)
 def test_an_unknown_field_is_found(kind):
     need_module("kubernetes_validate")
     wrong = copy.deepcopy(rendered("prod-ib").of_kind(kind)[0])

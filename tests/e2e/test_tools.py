@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import jsonschema_rs
 import pytest
+from pydantic_core import from_json
 
 from tests.baton_engine.tiny_models import make_model
 from tests.e2e.served import serve
@@ -50,9 +51,11 @@ def test_a_pair_calls_what_a_hybrid_worker_calls(tmp_path: Path) -> None:
     with serve(str(model), "--hybrid-workers", "1", *common) as cluster, cluster.client() as http:
         alone = [_messages(http, fields) for fields in ASKED]
         streamed = _streamed(http, ASKED[0])
+        elsewhere = _in_other_words(http)
     pair = ("--prefill-workers", "1", "--decode-workers", "1")
     with serve(str(model), *pair, *common) as cluster, cluster.client() as http:
         assert [_messages(http, fields) for fields in ASKED] == alone
+        assert _in_other_words(http) == elsewhere
     for answers in alone:
         for message, reason in answers:
             assert message["calls"]
@@ -64,6 +67,27 @@ def test_a_pair_calls_what_a_hybrid_worker_calls(tmp_path: Path) -> None:
     assert any(message["reasoning"] for answers in alone for message, _ in answers)
     ((whole, _),) = alone[0]
     assert streamed == whole["calls"]
+    objects = [(name, from_json(text, allow_partial=True)) for name, text in whole["calls"]]
+    assert elsewhere == [whole["calls"], objects]
+
+
+def _in_other_words(http: httpx.Client) -> list[list[tuple[str, Any]]]:
+    """The calls that `ASKED[0]` gives, asked for as a response and as a message."""
+    body = _body({"temperature": 0})
+    said = body.pop("messages")
+    functions = [
+        {"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()
+    ]
+    response = {**body, "input": said, "tools": functions, "tool_choice": "required"}
+    response["max_output_tokens"] = response.pop("max_tokens")
+    described = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
+    message = {**body, "messages": said, "tools": described, "tool_choice": {"type": "any"}}
+    items = http.post("/v1/responses", json=response).raise_for_status().json()["output"]
+    blocks = http.post("/v1/messages", json=message).raise_for_status().json()["content"]
+    return [
+        [(item["name"], item["arguments"]) for item in items],
+        [(block["name"], block["input"]) for block in blocks],
+    ]
 
 
 def _body(fields: dict[str, Any]) -> dict[str, Any]:

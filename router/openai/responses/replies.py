@@ -1,10 +1,11 @@
-"""What /v1/responses answers: one response with one message, whole or as the events of its making."""
+"""What /v1/responses answers: one response with its items, whole or as the events of its making."""
 
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
 from router.http.errors import ErrorDetails
+from router.http.fields import JsonObject
 from router.openai.replies import ChatTokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -27,6 +28,37 @@ class OutputMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     status: Status
     content: list[OutputText]
+
+
+class FunctionCall(BaseModel):
+    """A call of a function."""
+
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+class ReasoningText(BaseModel):
+    """What the model thought aloud."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class Reasoning(BaseModel):
+    """The thoughts before an answer; nobody sums them up."""
+
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    summary: list[None] = []
+    content: list[ReasoningText]
+    status: Status
+
+
+OutputItem = Annotated[OutputMessage | FunctionCall | Reasoning, Field(discriminator="type")]
 
 
 class InputTokensDetails(BaseModel):
@@ -84,15 +116,15 @@ class ResponseReply(BaseModel):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: None = None
     service_tier: str
     store: Literal[False] = False
     temperature: float
     text: TextReply = TextReply()
-    tool_choice: Literal["none", "auto"]
-    tools: list[None] = []
+    tool_choice: Literal["none", "auto", "required"] | JsonObject
+    tools: list[JsonObject]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
@@ -114,29 +146,34 @@ class ResponseEvent(_Event):
 
 
 class ItemEvent(_Event):
-    """A message begins or is done."""
+    """An item begins or is done; the next one may begin."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: int = 0
-    item: OutputMessage
+    output_index: int
+    item: OutputItem
 
 
 class _PlacedEvent(_Event):
-    """About the one part of the one message."""
+    """About an item."""
 
     item_id: str
-    output_index: int = 0
+    output_index: int
+
+
+class _PartOfItem(_PlacedEvent):
+    """About its one part."""
+
     content_index: int = 0
 
 
-class PartEvent(_PlacedEvent):
-    """A part of a message begins or is done."""
+class PartEvent(_PartOfItem):
+    """A part of an item begins or is done."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
-    part: OutputText
+    part: Annotated[OutputText | ReasoningText, Field(discriminator="type")]
 
 
-class TextDeltaEvent(_PlacedEvent):
+class TextDeltaEvent(_PartOfItem):
     """Some more text."""
 
     type: Literal["response.output_text.delta"]
@@ -144,12 +181,41 @@ class TextDeltaEvent(_PlacedEvent):
     logprobs: list[ChatTokenLogprob] = []
 
 
-class TextDoneEvent(_PlacedEvent):
+class TextDoneEvent(_PartOfItem):
     """All of the text."""
 
     type: Literal["response.output_text.done"]
     text: str
     logprobs: list[ChatTokenLogprob] = []
+
+
+class ReasoningDeltaEvent(_PartOfItem):
+    """Some more thoughts."""
+
+    type: Literal["response.reasoning_text.delta"]
+    delta: str
+
+
+class ReasoningDoneEvent(_PartOfItem):
+    """All thoughts of an item."""
+
+    type: Literal["response.reasoning_text.done"]
+    text: str
+
+
+class ArgumentsDeltaEvent(_PlacedEvent):
+    """Some more of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.delta"]
+    delta: str
+
+
+class ArgumentsDoneEvent(_PlacedEvent):
+    """All of them."""
+
+    type: Literal["response.function_call_arguments.done"]
+    name: str
+    arguments: str
 
 
 class ErrorEvent(_Event):
@@ -162,6 +228,15 @@ class ErrorEvent(_Event):
 
 
 ResponseStreamEvent = Annotated[
-    ResponseEvent | ItemEvent | PartEvent | TextDeltaEvent | TextDoneEvent | ErrorEvent,
+    ResponseEvent
+    | ItemEvent
+    | PartEvent
+    | TextDeltaEvent
+    | TextDoneEvent
+    | ReasoningDeltaEvent
+    | ReasoningDoneEvent
+    | ArgumentsDeltaEvent
+    | ArgumentsDoneEvent
+    | ErrorEvent,
     Field(discriminator="type"),
 ]

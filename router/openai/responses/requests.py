@@ -1,11 +1,20 @@
 """What clients may send to /v1/responses. Nothing is stored between two requests: a reference to an earlier one is refused."""
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from router.generation.answer_form import AnswerForm
+from router.generation.answer_form import AnswerForm, CallableTools
 from router.generation.sampling import SamplingBody
 from router.http.fields import (
     MAX_MESSAGES,
@@ -21,9 +30,25 @@ from router.http.fields import (
     unsupported,
 )
 from router.http.known_fields import Api
-from router.openai.conversation import TemplateArguments, check_template_arguments
+from router.openai.conversation import (
+    Arguments,
+    CalledFunction,
+    CallId,
+    TemplateArguments,
+    ToolCall,
+    assistant_message,
+    check_calls,
+    check_template_arguments,
+)
 from router.openai.requests import Logprobs, check_moderation
-from router.openai.tools import ANY_OBJECT, FunctionName, JsonObjectFormat, PlainText
+from router.openai.tools import (
+    ANY_OBJECT,
+    FunctionName,
+    JsonObjectFormat,
+    PlainText,
+    check_names,
+)
+from router.parsing.output_format import ToolSchema
 from router.templates.renderer import ChatMessage, Conversation
 
 LOGPROBS = "message.output_text.logprobs"
@@ -37,32 +62,166 @@ class InputText(BodyObject):
     text: str
 
 
+InputContent = str | Annotated[list[InputText], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
 class InputMessage(BodyObject):
     """One message of a conversation. An earlier answer can be put in as it came."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[InputText], Field(max_length=MAX_PARTS, fail_fast=True)]
+    content: InputContent
 
-    def for_template(self) -> ChatMessage:
-        """What the chat template sees; parts of the content are joined."""
-        parts = [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
-        return {"role": self.role, "content": "".join(parts)}
+    calls: ClassVar[Sequence[str]] = ()
+    results: ClassVar[Sequence[str]] = ()
+    arguments_length: ClassVar[int] = 0
+
+    @property
+    def text(self) -> str:
+        """The content, its parts joined."""
+        return joined(self.content)
 
 
-InputItems = Annotated[
-    list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-]
+class FunctionCallItem(BodyObject):
+    """A call in an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: FunctionName
+    arguments: Arguments
+
+    results: ClassVar[Sequence[str]] = ()
+
+    @property
+    def calls(self) -> list[str]:
+        """Its own."""
+        return [self.call_id]
+
+    @property
+    def arguments_length(self) -> int:
+        """Of its JSON."""
+        return len(self.arguments)
+
+    def for_template(self) -> dict[str, JsonValue]:
+        """As a chat's message has it.
+
+        Raises:
+            InvalidRequestError: Its arguments are no object.
+        """
+        function = CalledFunction(name=self.name, arguments=self.arguments)
+        return ToolCall(id=self.call_id, function=function).for_template(param="input")
+
+
+class FunctionCallOutput(BodyObject):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: InputContent
+
+    calls: ClassVar[Sequence[str]] = ()
+    arguments_length: ClassVar[int] = 0
+
+    @property
+    def results(self) -> list[str]:
+        """Of the call whose result it is."""
+        return [self.call_id]
+
+
+class ReasoningText(BodyObject):
+    """A piece of what the model thought aloud, or of its summary."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+ReasoningTexts = Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class ReasoningItem(BodyObject):
+    """What the model thought aloud in an earlier answer; of what is encrypted, nothing is read."""
+
+    type: Literal["reasoning"]
+    summary: ReasoningTexts | None = None
+    content: ReasoningTexts | None = None
+
+    calls: ClassVar[Sequence[str]] = ()
+    results: ClassVar[Sequence[str]] = ()
+    arguments_length: ClassVar[int] = 0
+
+    @property
+    def text(self) -> str:
+        """The thoughts, or else their summary."""
+        return "".join(part.text for part in self.content or self.summary or ())
+
+
+def _kind(item: object) -> str | None:
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
 def _check_kinds(items: JsonValue) -> JsonValue:
-    """Items that are no messages are right, and not served: says that, and not that they are no messages."""
+    """Items of other types are right, and not served: says that, and not that they are no messages."""
     for item in items if isinstance(items, list) else ():
-        kind = item.get("type", "message") if isinstance(item, dict) else "message"
-        if kind != "message" and isinstance(kind, str):
+        kind = _kind(item)
+        if isinstance(kind, str) and kind not in _KINDS:
             context = {"param": "input", "kind": kind[:40]}
             raise PydanticCustomError(UNSUPPORTED, "Items of type {kind} are not served.", context)
     return items
+
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
+InputItems = Annotated[
+    list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
+
+
+def joined(content: str | Sequence[InputText]) -> str:
+    """The text of a content."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def messages_of(items: Sequence[InputItem]) -> Iterator[ChatMessage]:
+    """What the chat template sees: thoughts, text and calls of one answer are one message.
+
+    Raises:
+        InvalidRequestError: The arguments of a call are no object.
+    """
+    answer: list[InputItem] = []
+    for item in items:
+        is_answer = not isinstance(item, FunctionCallOutput)
+        if isinstance(item, InputMessage):
+            is_answer = item.role == "assistant"
+        begins = isinstance(item, ReasoningItem | InputMessage) and any(
+            isinstance(before, InputMessage | FunctionCallItem) for before in answer
+        )
+        if answer and (begins or not is_answer):
+            yield _answer(answer)
+            answer = []
+        match item:
+            case FunctionCallOutput():
+                text = joined(item.output)
+                yield {"role": "tool", "tool_call_id": item.call_id, "content": text}
+            case InputMessage() if not is_answer:
+                yield {"role": item.role, "content": item.text}
+            case _:
+                answer.append(item)
+    if answer:
+        yield _answer(answer)
+
+
+def _answer(items: Sequence[InputItem]) -> ChatMessage:
+    return assistant_message(
+        "".join(item.text for item in items if isinstance(item, InputMessage)),
+        [item.for_template() for item in items if isinstance(item, FunctionCallItem)],
+        "".join(item.text for item in items if isinstance(item, ReasoningItem)),
+    )
 
 
 class FunctionTool(BodyObject):
@@ -74,27 +233,56 @@ class FunctionTool(BodyObject):
     parameters: JsonObject | None = None
     strict: bool | None = None
 
+    def for_template(self) -> dict[str, JsonValue]:
+        """As a chat describes it."""
+        described = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": "function", "function": described}
+
+    def schema_of_call(self) -> ToolSchema:
+        """What a call of it has to follow."""
+        parameters = ANY_OBJECT if self.parameters is None else self.parameters
+        return ToolSchema(name=self.name, parameters=parameters, strict=bool(self.strict))
+
 
 def _hosted(kind: str) -> str:
-    if kind == "function":
-        raise ValueError("A function needs a name.")
+    if kind in _OWN_TYPES:
+        raise ValueError(f"{kind}: a field of it is missing or wrong.")
     return kind
+
+
+_OWN_TYPES = ("function", "allowed_tools")
+HostedType = Annotated[
+    str,
+    Field(pattern=r"^[a-z0-9_]{1,64}$", json_schema_extra={"not": {"enum": [*_OWN_TYPES]}}),
+    AfterValidator(_hosted),
+]
 
 
 class HostedTool(BodyObject):
     """Any other tool: one that the server would have to run."""
 
-    type: Annotated[
-        str,
-        Field(pattern=r"^[a-z0-9_]{1,64}$", json_schema_extra={"not": {"const": "function"}}),
-        AfterValidator(_hosted),
-    ]
+    type: HostedType
 
 
-class ChosenTool(BodyObject):
-    """The one tool that the model is to call."""
+class ChosenFunction(BodyObject):
+    """The one function that the model is to call."""
 
-    type: Name
+    type: Literal["function"]
+    name: FunctionName
+
+
+class AllowedTools(BodyObject):
+    """The functions among all that the model may call now, or of which it has to call one."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenFunction], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class HostedChoice(BodyObject):
+    """A tool that the server would have to run."""
+
+    type: HostedType
 
 
 class SchemaFormat(BodyObject):
@@ -138,10 +326,15 @@ class ResponsesRequest(SamplingBody):
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
     tools: list[FunctionTool | HostedTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | HostedChoice | None
+    ) = None
     chat_template_kwargs: TemplateArguments | None = None
     moderation: JsonObject | None = None
     parallel_tool_calls: bool | None = None
+    max_thinking_tokens: TokenCount | None = None
+    thinking_token_budget: TokenCount | None = None
+    include_reasoning: bool | None = None
     # What follows does not change the answer of this server.
     max_tool_calls: int | None = None
     store: bool | None = None
@@ -183,20 +376,71 @@ class ResponsesRequest(SamplingBody):
             case _:
                 return None
 
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools that the client calls itself."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+
+    @property
+    def callable_tools(self) -> CallableTools | None:
+        """Those that `tool_choice` leaves."""
+        choice, functions = self.tool_choice, self.functions
+        match choice:
+            case ChosenFunction():
+                functions = [tool for tool in functions if tool.name == choice.name]
+            case AllowedTools():
+                allowed = {tool.name for tool in choice.tools}
+                functions = [tool for tool in functions if tool.name in allowed]
+        if not functions or choice == "none":
+            return None
+        is_named = isinstance(choice, ChosenFunction)
+        mode = choice.mode if isinstance(choice, AllowedTools) else choice
+        return CallableTools(
+            tools=tuple(tool.schema_of_call() for tool in functions),
+            required=is_named or mode == "required",
+            parallel=self.parallel_tool_calls is not False and not is_named,
+        )
+
+    @property
+    def most_thinking_tokens(self) -> int | None:
+        """`max_thinking_tokens`, or vLLM's name for it."""
+        most = self.max_thinking_tokens
+        return self.thinking_token_budget if most is None else most
+
+    @property
+    def thinking_field(self) -> str:
+        """The one of the two that counts."""
+        return (
+            "thinking_token_budget" if self.max_thinking_tokens is None else "max_thinking_tokens"
+        )
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Always: responses have an item for it."""
+        return True
+
     def as_conversation(self) -> Conversation:
-        """The conversation."""
+        """The conversation, instructions first. Functions that may not be called are not shown to the model.
+
+        Raises:
+            InvalidRequestError: Its calls and their results do not fit together, or are too long.
+        """
+        items = [] if isinstance(self.input, str) else self.input
+        check_calls(items, param="input", id_field="call_id")
+        messages: list[ChatMessage] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
         effort = None if self.reasoning is None else self.reasoning.effort
         given = {} if effort is None else {"reasoning_effort": effort}
-        arguments = given | (self.chat_template_kwargs or {})
-        return Conversation(messages=self._messages(), arguments=arguments, param="input")
-
-    def _messages(self) -> list[ChatMessage]:
-        """What was said, instructions first."""
-        begun = [] if self.instructions is None else [("system", self.instructions)]
-        if isinstance(self.input, str):
-            begun.append(("user", self.input))
-        said = [] if isinstance(self.input, str) else [item.for_template() for item in self.input]
-        return [*({"role": role, "content": text} for role, text in begun), *said]
+        shown = self.functions if self.callable_tools is not None else []
+        return Conversation(
+            messages=[*messages, *messages_of(items)],
+            arguments=given | (self.chat_template_kwargs or {}),
+            tools=[tool.for_template() for tool in shown] or None,
+            param="input",
+        )
 
     @model_validator(mode="after")
     def _check_response(self) -> Self:
@@ -210,7 +454,19 @@ class ResponsesRequest(SamplingBody):
         return self
 
     def _check_tools(self) -> None:
-        if self.tools and self.tool_choice != "none":
-            raise unsupported("tools", "Calling tools is not served yet; tool_choice none is.")
-        if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise refusal("tool_choice", "Needs tools.")
+        choice = self.tool_choice
+        hosted = [tool.type for tool in self.tools or () if isinstance(tool, HostedTool)]
+        if hosted and choice != "none":
+            raise unsupported("tools", f"This server runs no tools: not {hosted[0]}.")
+        if isinstance(choice, HostedChoice):
+            raise unsupported("tool_choice", f"This server runs no tools: not {choice.type}.")
+        names = [tool.name for tool in self.functions]
+        check_names(
+            names,
+            choice.name if isinstance(choice, ChosenFunction) else None,
+            required=choice == "required",
+        )
+        for tool in choice.tools if isinstance(choice, AllowedTools) else ():
+            check_names(names, tool.name, required=True)
+        if self.callable_tools is not None and self.answer_form is not None:
+            raise refusal(self.answer_form.param, "Not together with tools that may be called.")

@@ -229,6 +229,7 @@ TABLE: dict[str, dict[str, Disposition]] = {
         "enable_response_messages": Refused(True),
         "previous_input_messages": Refused([{}]),
         "image": Ignored({}),
+        "include_reasoning": Unseen(False),
         "include": Obeyed(["message.output_text.logprobs"]),
         "input": Obeyed("another"),
         "instructions": Obeyed("be kind"),

@@ -1,0 +1,22 @@
+{{- /* An image by its digest, or by a tag where it has none, as one that was loaded into kind. */ -}}
+{{- define "baton.image" -}}
+{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ required "images: give a digest or a tag" .tag }}{{ end }}
+{{- end }}
+
+{{- /* Variables of the environment, from a map. */ -}}
+{{- define "baton.env" -}}
+{{- range $name, $value := . }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- end }}
+
+{{- /* What is asked of the RDMA device plugin. */ -}}
+{{- define "baton.rdma" -}}
+{{- if .Values.rdma.enabled }}{{ dict .Values.rdma.resource 1 | toJson }}{{ else }}{}{{ end }}
+{{- end }}
+
+{{- /* Memory that a network card reads is locked (docs/adr/0032-what-checkov-may-find.md). */ -}}
+{{- define "baton.capabilities" -}}
+{{- if .Values.rdma.enabled }}{drop: [ALL], add: [IPC_LOCK]}{{ else }}{drop: [ALL]}{{ end }}
+{{- end }}

@@ -1,0 +1,91 @@
+"""The chart renders the objects that kustomize does, and takes no values but its own."""
+
+import importlib
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.manifests import OVERLAYS, ROOT, Object, need_module, rendered
+
+CHART = ROOT / "deploy" / "helm" / "baton"
+
+
+def helm() -> Any:
+    """Helm as a library."""
+    need_module("helm_python")
+    return importlib.import_module("helm_python.chart")
+
+
+def values(overlay: str) -> Any:
+    return yaml.safe_load((CHART / "values" / f"{overlay}.yaml").read_text())
+
+
+def by_chart(given: Any) -> list[Object]:
+    """What `helm install` would apply."""
+    files = helm().Chart.load(CHART).render(given, name="baton", namespace="baton")
+    documents = (one for file in files.values() for one in yaml.safe_load_all(file))
+    return [one for one in documents if one]
+
+
+def comparable(objects: list[Object]) -> dict[tuple[str, str, str], Object]:
+    """By kind and name, without how each tool has pods replaced when a ConfigMap changes: by its name, or by an annotation."""
+    hashed = {
+        one["metadata"]["name"]: one["metadata"]["name"].rpartition("-")[0]
+        for one in objects
+        if one["kind"] == "ConfigMap" and one["metadata"]["name"].count("-") == 2
+    }
+    made = {}
+    for one in objects:
+        text = yaml.safe_dump(one)
+        for name, plain in hashed.items():
+            text = text.replace(name, plain)
+        copy = yaml.safe_load(text)
+        template = copy.get("spec", {}).get("template", {}).get("metadata", {})
+        template.get("annotations", {}).pop("checksum/config", None)
+        if not template.get("annotations", True):
+            del template["annotations"]
+        if copy["kind"] == "ConfigMap" and "cluster.yaml" in copy["data"]:
+            copy["data"]["cluster.yaml"] = yaml.safe_load(copy["data"]["cluster.yaml"])
+        of = copy["metadata"]
+        made[copy["kind"], of.get("namespace", ""), of["name"]] = copy
+    assert len(made) == len(objects)
+    return made
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_chart_renders_what_kustomize_does(overlay):
+    chart = comparable(by_chart(values(overlay)))
+    overlays = comparable(list(rendered(overlay).objects))
+    assert chart.keys() == overlays.keys()
+    for key, one in overlays.items():
+        assert chart[key] == one, key
+
+
+def test_there_are_values_for_every_overlay_and_no_other():
+    assert sorted(file.stem for file in (CHART / "values").iterdir()) == sorted(OVERLAYS)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_lint_has_nothing_to_say(overlay):
+    report = helm().lint(CHART, values(overlay), strict=True)
+    assert not report["errors"]
+    assert not [one for one in report["messages"] if one["severity"] > 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"no_such_value": 1}, "no_such_value"),
+        ({"router": {"replicas": 2}}, "replicas"),
+        ({"workers": {"replicas": {"prefil": 1}}}, "prefil"),
+        ({"workers": {"env": {"BATON_CLUSTER_SECRET": "5e"}}}, "BATON_CLUSTER_SECRET"),
+        ({"images": {"baton": {"digest": "latest"}}}, "digest"),
+        ({"images": {"baton": {"digest": "", "tag": "latest"}}}, "tag"),
+        ({"images": {"baton": {"digest": ""}}}, "give a digest or a tag"),
+        ({"modelCache": {"revision": "main"}}, "revision"),
+    ],
+)
+def test_a_value_that_is_none_is_refused_by_its_name(wrong, named):
+    with pytest.raises(Exception, match=named):
+        by_chart(wrong)
