@@ -31,30 +31,40 @@ def load(
     Raises:
         ConfigError: The file cannot be read, or a value is unknown, of the wrong type, or out of range.
     """
-    given: dict[str, tuple[Setting, object]] = {}
-    for source in (read_file(file) if file is not None else (), environment, flags):
-        given |= {setting.path: (setting, _convert(setting)) for setting in source}
-    _check(given)
-    _check_speculative(given)
-    values = {path: value for path, (_, value) in given.items()}
-    config = _assemble(_only_hybrid(values) | values)
-    if (problem := contradiction(config)) is not None:
-        raise ConfigError(f"{file}: {problem}" if file is not None else problem)
+    config, faults = check(file, environment=environment, flags=flags)
+    if config is None:
+        raise faults[0]
     return config
 
 
-def read_file(file: Path) -> list[Setting]:
-    """The settings of a YAML file: sections, each with fields, both named as in the schema.
+def check(
+    file: Path | None = None,
+    *,
+    environment: Iterable[Setting] = (),
+    flags: Iterable[Setting] = (),
+) -> tuple[BatonConfig | None, list[ConfigError]]:
+    """The configuration, or None and everything that is wrong with it, setting by setting.
 
-    Raises:
-        ConfigError: It cannot be read, is not YAML, or names what is not in the schema.
+    What does not fit together between settings is looked for only once each is in order, and told one at a time.
     """
-    document = _parse(file)
-    if document is None:
-        return []
-    if not isinstance(document, dict):
-        raise ConfigError(f"{file}: expected sections such as `router:`, got {document!r}")
-    return [setting for name, body in document.items() for setting in _section(file, name, body)]
+    faults: list[ConfigError] = []
+    in_file = _file_settings(file, faults) if file is not None else []
+    given: dict[str, tuple[Setting, object]] = {}
+    for source in (in_file, environment, flags):
+        for setting in source:
+            try:
+                given[setting.path] = (setting, _convert(setting))
+            except ConfigError as error:
+                faults.append(error)
+    faults.extend(_broken_rules(given))
+    faults.extend(_speculative_faults(given))
+    if faults:
+        return None, faults
+    values = {path: value for path, (_, value) in given.items()}
+    config = _assemble(_only_hybrid(values) | values)
+    if (problem := contradiction(config)) is not None:
+        return None, [ConfigError(f"{file}: {problem}" if file is not None else problem)]
+    return config, []
 
 
 def to_json(config: BatonConfig) -> bytes:
@@ -74,6 +84,24 @@ def from_json(line: bytes) -> BatonConfig:
         raise ConfigError(f"configuration of a child process: {error}") from error
 
 
+def _file_settings(file: Path, faults: list[ConfigError]) -> list[Setting]:
+    """The settings of `file` that the schema has; of the rest it adds a fault each."""
+    try:
+        document = _parse(file)
+    except ConfigError as error:
+        faults.append(error)
+        return []
+    if document is None:
+        return []
+    if not isinstance(document, dict):
+        problem = f"{file}: expected sections such as `router:`, got {document!r}"
+        faults.append(ConfigError(problem))
+        return []
+    return [
+        setting for name, body in document.items() for setting in _section(file, name, body, faults)
+    ]
+
+
 def _parse(file: Path) -> object:
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -88,20 +116,26 @@ def _parse(file: Path) -> object:
         raise ConfigError(f"{file}: {str(error).splitlines()[0]}") from error
 
 
-def _section(file: Path, section: object, body: object) -> Iterator[Setting]:
+def _section(
+    file: Path, section: object, body: object, faults: list[ConfigError]
+) -> Iterator[Setting]:
     if section not in SECTIONS:
-        raise ConfigError(f"{file}: {section}: no such section{_suggestion(section, SECTIONS)}")
+        hint = _suggestion(section, SECTIONS)
+        faults.append(ConfigError(f"{file}: {section}: no such section{hint}"))
+        return
     name = str(section)
     if body is None:
         return
     if not isinstance(body, dict):
-        raise ConfigError(f"{file}: {name}: expected settings, got {body!r}")
+        faults.append(ConfigError(f"{file}: {name}: expected settings, got {body!r}"))
+        return
     for key, value in body.items():
         path = f"{name}.{key}"
-        if path not in TYPES:
+        if path in TYPES:
+            yield Setting(path=path, value=value, source=f"{file}: {path}")
+        else:
             hint = _suggestion(key, section_fields(name))
-            raise ConfigError(f"{file}: {path}: no such setting{hint}", param=path)
-        yield Setting(path=path, value=value, source=f"{file}: {path}")
+            faults.append(ConfigError(f"{file}: {path}: no such setting{hint}", param=path))
 
 
 def _suggestion(name: object, known: Iterable[str]) -> str:
@@ -152,17 +186,17 @@ def _type_name(declared: object) -> str:
     return declared.__name__ if isinstance(declared, type) else str(declared)
 
 
-def _check(given: dict[str, tuple[Setting, object]]) -> None:
+def _broken_rules(given: dict[str, tuple[Setting, object]]) -> Iterator[ConfigError]:
     for rule in RULES:
         if rule.path not in given:
             continue
         setting, value = given[rule.path]
         if value is not None and not rule.holds(value):
             shown = "" if rule.path in SECRETS else f", not {value!r}"
-            raise ConfigError(f"{setting.source}: {rule.demand}{shown}", param=rule.path)
+            yield ConfigError(f"{setting.source}: {rule.demand}{shown}", param=rule.path)
 
 
-def _check_speculative(given: dict[str, tuple[Setting, object]]) -> None:
+def _speculative_faults(given: dict[str, tuple[Setting, object]]) -> Iterator[ConfigError]:
     """Field by field, since each has limits of its own."""
     if (found := given.get("engine.speculative_config")) is None:
         return
@@ -170,7 +204,7 @@ def _check_speculative(given: dict[str, tuple[Setting, object]]) -> None:
     try:
         read_speculative(cast("dict[str, object]", value))
     except ConfigError as error:
-        raise ConfigError(f"{setting.source}: {error}", param=error.param) from error
+        yield ConfigError(f"{setting.source}: {error}", param=error.param)
 
 
 def _only_hybrid(values: dict[str, object]) -> dict[str, object]:

@@ -18,11 +18,13 @@ class Rule:
         path: The setting, such as `router.port`.
         holds: Whether a value satisfies it. A NaN never does: every comparison with it is false.
         demand: Reads on after the setting's name: `must be at least 1`.
+        choices: All values that satisfy it, where they are a few.
     """
 
     path: str
     holds: Callable[[Any], bool]
     demand: str
+    choices: tuple[str, ...] = ()
 
 
 def _at_least(low: float, *paths: str) -> list[Rule]:
@@ -40,7 +42,12 @@ def _above_zero(*paths: str) -> list[Rule]:
 
 
 def _one_of(path: str, choices: Sequence[str]) -> Rule:
-    return Rule(path=path, holds=lambda v: v in choices, demand=f"must be {_any_of(choices)}")
+    return Rule(
+        path=path,
+        holds=lambda v: v in choices,
+        demand=f"must be {_any_of(choices)}",
+        choices=tuple(choices),
+    )
 
 
 def _any_of(choices: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ env.quiet_grpc()  # before any of these imports grpc
 
 from baton_cluster.cli import (  # noqa: E402
     chat,
+    config,
     demo,
     doctor,
     drain,
@@ -45,6 +46,7 @@ class Subcommand(Protocol):
 COMMANDS: Mapping[str, tuple[Subcommand, str]] = {
     "serve": (serve, "serve a model from a cluster on this machine"),
     "run": (run_role, "run one process of a cluster whose others are started elsewhere"),
+    "config": (config, "check a configuration file, show what it comes to, or print its schema"),
     "chat": (chat, "talk to any server that speaks OpenAI's API"),
     "status": (status, "show the workers of a running cluster"),
     "role": (role, "change what a worker of a running cluster takes: prefill, decode, or both"),
