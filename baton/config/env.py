@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 from baton.config.setting import SECRETS, SECTIONS, TYPES, Setting
@@ -60,15 +60,14 @@ def child_environment(
 
     Args:
         num_threads: For OpenMP, whose pool is sized before any of our code in the child can speak.
-        threads_sleep: Whether they sleep while they wait for each other, and leave their cores to other processes. By itself OpenMP has
-            them wait busily.
+        threads_sleep: See `have_threads_sleep`.
         import_path: Directory to import Baton from when it is not installed.
     """
     ours = PATHS.keys() | FILES.keys()
     inherited = {name: value for name, value in os.environ.items() if name not in ours}
     inherited["OMP_NUM_THREADS"] = str(num_threads)
     if threads_sleep:
-        inherited.setdefault("OMP_WAIT_POLICY", "passive")
+        have_threads_sleep(inherited)
     # The router has no torch on purpose; transformers need not advise on it at every start.
     inherited["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     # Its C core tells of every connection that ends well, on standard error and past our logs.
@@ -88,6 +87,13 @@ def authenticate_ray(new_token: str | None) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if new_token is not None and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", new_token)
+
+
+def have_threads_sleep(environ: MutableMapping[str, str]) -> None:
+    """Has OpenMP's threads sleep while they wait for each other, unless the operator says otherwise: by itself they wait busily, on cores
+    that other processes wait for. It reads this when it is loaded.
+    """
+    environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def quiet_grpc() -> None:

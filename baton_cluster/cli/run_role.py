@@ -6,6 +6,7 @@ its drain.
 """
 
 import argparse
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -195,6 +196,8 @@ def describe(config: BatonConfig, alone: Alone) -> str:
 
 def _become(config: BatonConfig, alone: Alone) -> None:
     """Takes its runtime directory and does not return."""
+    if config.engine.kind == "vllm":
+        env.have_threads_sleep(os.environ)  # before anything has loaded OpenMP
     # Its packages are heavy; `--help` and `--check` do without them.
     from baton_cluster import roles
     from baton_cluster.launch import child

@@ -1,7 +1,7 @@
 """What stands before vLLM's own prefill and decode servers: `python nixl_proxy.py --port PORT --prefill URL --decode URL`.
 
 As vLLM's examples do it: a request goes to the prefill server for one token, and with where its pages lie to the decode server, whose
-stream is passed on.
+answer is passed on.
 """
 
 import argparse
@@ -55,13 +55,22 @@ def proxy(prefill: str, decode: str) -> FastAPI:
         if computed.status_code != 200:
             return Response(computed.content, computed.status_code)
         asked["kv_transfer_params"] = computed.json()["kv_transfer_params"]
+        answer = await clients[decode].send(
+            clients[decode].build_request("POST", "/v1/completions", json=asked), stream=True
+        )
 
         async def passed_on() -> AsyncIterator[bytes]:
-            async with clients[decode].stream("POST", "/v1/completions", json=asked) as answer:
+            try:
                 async for piece in answer.aiter_raw():
                     yield piece
+            finally:
+                await answer.aclose()
 
-        return StreamingResponse(passed_on(), media_type="text/event-stream")
+        return StreamingResponse(
+            passed_on(),
+            status_code=answer.status_code,
+            media_type=answer.headers.get("content-type"),
+        )
 
     return app
 

@@ -71,3 +71,12 @@ async def test_what_the_first_server_refuses_is_the_answer(over: Any) -> None:
     answer = await client.post("/v1/completions", json={"prompt": [5], "max_tokens": 9})
     assert (answer.status_code, answer.text) == (400, "too long")
     assert over.asked["http://d"] == []
+
+
+async def test_what_the_second_server_refuses_is_no_success_either(over: Any) -> None:
+    client = over(
+        lambda _: Response(json.dumps({"kv_transfer_params": {}})),
+        lambda _: Response(b"dead", 500),
+    )
+    answer = await client.post("/v1/completions", json={"prompt": [5], "max_tokens": 9})
+    assert (answer.status_code, answer.text) == (500, "dead")

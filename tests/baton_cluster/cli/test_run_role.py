@@ -19,6 +19,7 @@ from baton.errors import ConfigError
 from baton.redis_link import open_redis
 from baton_cluster.cli.main import main
 from baton_cluster.cli.run_role import Alone, decide
+from baton_cluster.launch import child
 from kvpool.directory.redis import RedisDirectory
 from kvpool.messages import NodeState
 from tests.e2e.served import eventually
@@ -96,6 +97,24 @@ def test_a_worker_is_reached_from_elsewhere_only_if_it_is_told_to(tmp_path, monk
 def test_without_the_secret_it_ends_with_one_line(capsys):
     assert main(["run", "prefill", "--check"]) == 2
     assert "cluster.secret is not set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "policy"),
+    [("vllm", None, "passive"), ("vllm", "active", "active"), ("baton", None, None)],
+)
+def test_threads_of_a_worker_with_vllm_sleep_unless_the_operator_says_otherwise(
+    tmp_path, monkeypatch, engine, given, policy
+):
+    found: list[str | None] = []
+    monkeypatch.setattr(child, "run", lambda *_, **__: found.append(os.getenv("OMP_WAIT_POLICY")))
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", SECRET)
+    monkeypatch.setenv("BATON_CLUSTER_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")  # taken back at the end
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    main(["run", "hybrid", "--engine", engine])
+    assert found == [policy]
 
 
 def _free_ports(count: int) -> list[int]:
