@@ -19,6 +19,7 @@ from router.anthropic.replies import (
     MessageStart,
     MessageStop,
     MessageUsage,
+    OutputTokensDetails,
     StopDelta,
     StopReason,
     TextContent,
@@ -34,6 +35,7 @@ from router.generation.prompt_encoder import PromptEncoder
 from router.http.account import account_of
 from router.http.body import BodyReader
 from router.http.errors import anthropic_error
+from router.http.fields import JsonObject
 from router.http.streaming import json_text, model_event, named_event
 from router.parsing.events import (
     ContentText,
@@ -93,6 +95,7 @@ class MessageWriter:
             in_reasoning=context.in_reasoning,
             tells_reasoning=thinking is None or thinking.type != "disabled",
         )
+        self._omits_thoughts = thinking is not None and thinking.display == "omitted"
         self._last: Delta | None = None
         self._index = -1
         self._open: type[MessageContent] | None = None
@@ -117,6 +120,8 @@ class MessageWriter:
                 return begun + self._delta(b'{"type":"text_delta","text":%b}', event.text)
             case ReasoningText():
                 begun = self._begin(ThinkingContent(thinking=""))
+                if self._omits_thoughts:
+                    return begun
                 return begun + self._delta(b'{"type":"thinking_delta","thinking":%b}', event.text)
             case ToolCallBegun():
                 return self._begin(self._call(event), always=True)
@@ -187,7 +192,8 @@ class MessageWriter:
                 if not content or type(content[-1]) is not type(block):
                     content.append(block)
                     texts.append([])
-                texts[-1].append(event.text)
+                if not (self._omits_thoughts and isinstance(block, ThinkingContent)):
+                    texts[-1].append(event.text)
             await asyncio.sleep(0)
         for block, said in zip(content, texts, strict=True):
             _fill(block, "".join(said))
@@ -215,14 +221,24 @@ class MessageWriter:
 
 
 def _fill(block: MessageContent, said: str) -> None:
-    """Of a call that broke off, its input has what of it is whole."""
     match block:
         case TextContent():
             block.text = said
         case ThinkingContent():
             block.thinking = said
         case ToolUseContent():
-            block.input = from_json(said or "{}", allow_partial=True)
+            block.input = _input(said)
+
+
+def _input(arguments: str) -> JsonObject:
+    """Of a call that broke off, what is whole. Arguments that a model begins of its own accord may be no JSON, or what no reply can hold: then
+    nothing.
+    """
+    try:
+        found = from_json(arguments or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _usage(run: GenerationRun) -> MessageUsage:
@@ -230,4 +246,5 @@ def _usage(run: GenerationRun) -> MessageUsage:
         input_tokens=len(run.request.prompt.prompt_tokens) - run.reused_tokens,
         cache_read_input_tokens=run.reused_tokens,
         output_tokens=run.output_tokens,
+        output_tokens_details=OutputTokensDetails(thinking_tokens=run.reasoning_tokens),
     )

@@ -36,6 +36,12 @@ MessageContent = Annotated[
 ]
 
 
+class OutputTokensDetails(BaseModel):
+    """What output tokens were spent on."""
+
+    thinking_tokens: int = 0
+
+
 class MessageUsage(BaseModel):
     """Token counts. As Anthropic counts, `input_tokens` are those that no cache held."""
 
@@ -43,6 +49,7 @@ class MessageUsage(BaseModel):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
     output_tokens: int
+    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
 
 
 class MessageReply(BaseModel):

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+import msgspec
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from baton.errors import InvalidRequestError
 from router.generation.answer_form import AnswerForm, CallableTools
@@ -113,8 +114,9 @@ class MessageParam(BodyObject):
 
     @property
     def arguments_length(self) -> int:
-        """None: they came as objects."""
-        return 0
+        """Of the input of its calls, as JSON."""
+        inputs = [block.input for block in self.blocks if isinstance(block, ToolUseBlock)]
+        return sum(len(msgspec.json.encode(given)) for given in inputs)
 
     def for_template(self) -> list[ChatMessage]:
         """What the chat template sees: results of calls as messages of their own."""
@@ -140,8 +142,11 @@ class MessageParam(BodyObject):
                 continue
             for block in blocks:
                 assert isinstance(block, ToolResultBlock)
-                text = joined(block.content or "")
+                # Templates have no field for it.
+                text = "Error: " * bool(block.is_error) + joined(block.content or "")
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+        if not self.blocks:
+            yield {"role": "user", "content": ""}
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
@@ -158,9 +163,9 @@ MessageParams = Annotated[
 
 
 class ToolDefinition(BodyObject):
-    """A tool that the model may use. Tools that Anthropic's servers run are refused by their type."""
+    """A tool that the model may use."""
 
-    type: Name | None = None
+    type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
     input_schema: JsonObject | None = None
@@ -178,6 +183,25 @@ class ToolDefinition(BodyObject):
     def parameters(self) -> JsonObject:
         """Of its input."""
         return ANY_OBJECT if self.input_schema is None else self.input_schema
+
+
+class ServerTool(BodyObject):
+    """Any other tool: one that the server would have to run, or of which it would have to know more than its client says."""
+
+    type: Annotated[
+        str, Field(pattern=r"^[a-z0-9_]{1,64}$", json_schema_extra={"not": {"const": "custom"}})
+    ]
+
+
+def _tool_tag(tool: object) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "custom" if kind in (None, "custom") else "server"
+
+
+Tool = Annotated[
+    Annotated[ToolDefinition, Tag("custom")] | Annotated[ServerTool, Tag("server")],
+    Discriminator(_tool_tag),
+]
 
 
 class ToolChoiceParam(BodyObject):
@@ -198,6 +222,7 @@ class Thinking(BodyObject):
     """Whether the model is to think aloud first, and for how many tokens at most."""
 
     type: Literal["disabled", "enabled", "adaptive"]
+    display: Literal["summarized", "omitted"] | None = None
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
@@ -233,7 +258,7 @@ class ConversationBody(BodyObject):
 
     messages: MessageParams
     system: str | TextBlocks | None = None
-    tools: list[ToolDefinition] | None = Field(None, max_length=MAX_TOOLS)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoiceParam | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -242,20 +267,26 @@ class ConversationBody(BodyObject):
     cache_control: JsonObject | None = None
 
     @property
+    def custom_tools(self) -> list[ToolDefinition]:
+        """The tools that the client runs itself."""
+        return [tool for tool in self.tools or () if isinstance(tool, ToolDefinition)]
+
+    @property
     def callable_tools(self) -> CallableTools | None:
         """Those of `tools` that `tool_choice` leaves."""
         choice = self.tool_choice or ToolChoiceParam(type="auto")
-        if not self.tools or choice.type == "none":
+        if not self.custom_tools or choice.type == "none":
             return None
         named = choice.name if choice.type == "tool" else None
         return CallableTools(
             tools=tuple(
                 ToolSchema(name=tool.name, parameters=tool.parameters, strict=bool(tool.strict))
-                for tool in self.tools
+                for tool in self.custom_tools
                 if named is None or tool.name == named
             ),
             required=choice.type in ("any", "tool"),
             parallel=not choice.disable_parallel_tool_use and named is None,
+            schema_field="input_schema",
         )
 
     def as_conversation(self) -> Conversation:
@@ -273,11 +304,11 @@ class ConversationBody(BodyObject):
             )
         system = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
         said = [turn for message in self.messages for turn in message.for_template()]
-        shown = self.tools if self.callable_tools is not None else None
+        shown = self.custom_tools if self.callable_tools is not None else []
         return Conversation(
             messages=[*system, *said],
             continue_last=continues,
-            tools=[tool.for_template() for tool in shown] if shown else None,
+            tools=[tool.for_template() for tool in shown] or None,
             arguments=self._for_template() | (self.chat_template_kwargs or {}),
         )
 
@@ -293,12 +324,12 @@ class ConversationBody(BodyObject):
     @model_validator(mode="after")
     def _check_conversation(self) -> Self:
         check_template_arguments(self.chat_template_kwargs)
-        for tool in self.tools or ():
-            if tool.type not in (None, "custom"):
-                raise unsupported("tools", f"This server runs no tools: not {tool.type[:40]}.")
         choice = self.tool_choice or ToolChoiceParam(type="auto")
+        for tool in self.tools or ():
+            if isinstance(tool, ServerTool) and choice.type != "none":
+                raise unsupported("tools", f"This server runs no tools: not {tool.type}.")
         check_names(
-            [tool.name for tool in self.tools or ()],
+            [tool.name for tool in self.custom_tools],
             choice.name if choice.type == "tool" else None,
             required=choice.type == "any",
         )

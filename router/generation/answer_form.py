@@ -113,11 +113,13 @@ class CallableTools:
         tools: Those; of a named one, it alone.
         required: It has to call one.
         parallel: It may call several at once.
+        schema_field: What the request calls the schema of a tool.
     """
 
     tools: tuple[ToolSchema, ...]
     required: bool
     parallel: bool
+    schema_field: str = "parameters"
 
     @property
     def strict(self) -> bool:
@@ -132,7 +134,7 @@ class AnswerForm:
     Attributes:
         kind: What `value` is.
         value: A JSON schema, or its text; a regular expression; a list of texts; a grammar in Lark's or GBNF's notation; a
-            `StructuralTag`, or its text; of calls, the schemas of the tools by their names; nothing of plain text.
+            `StructuralTag`, or its text; of calls, the schemas of the tools by their paths in `param`; nothing of plain text.
         param: The field of the request that asks for it.
         calls: Of calls, their rules in Lark's notation, which begin at `calls`; with `CALL_SCHEMA` in the place of each schema.
         call_schemas: Those, in their order.
@@ -208,9 +210,7 @@ def _grammar_of_answer(form: AnswerForm, special_tokens: Iterable[str]) -> Gramm
         case "calls":
             assert isinstance(value, dict)
             text = LLMatcher.grammar_from_lark(f"start: calls\n{_with_schemas(form)}")
-            schemas = tuple(
-                (f"{param}.{name}.parameters", schema) for name, schema in value.items()
-            )
+            schemas = tuple((f"{param}.{path}", schema) for path, schema in value.items())
             return Grammar(text=text, schemas=schemas, param=param)
         case "text":
             return Grammar(

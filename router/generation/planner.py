@@ -281,7 +281,7 @@ def _calls_form(tools: CallableTools, output_format: OutputFormat, *, thinks: bo
         )
     return AnswerForm(
         kind="calls",
-        value={tool.name: tool.parameters for tool in held},
+        value={f"{tool.name}.{tools.schema_field}": tool.parameters for tool in held},
         param="tools",
         calls=calls,
         call_schemas=tuple(output_format.call_schemas(held)),

@@ -44,7 +44,7 @@ class HarmonyParser(OutputReader):
         super().__init__(HARMONY_MARKS, marker_ids, in_reasoning=in_reasoning)
         self._tools = tools
         self._tells_reasoning = tells_reasoning
-        self._has_content = self._has_reasoning = False
+        self._has_reasoning = False
 
     def _read(self, *, in_reasoning: bool) -> Reading[None]:
         if in_reasoning:
@@ -70,7 +70,6 @@ class HarmonyParser(OutputReader):
         header = yield from self._read_until(self._signs["<|message|>"], _LONGEST_HEADER)
         if header is None and (yield from self._peek()):
             self._give_up()  # no header
-            self._has_content = True
             return (yield from self._read_content(between=""))
         self._unsettled = None
         if header is None:
@@ -116,7 +115,7 @@ class HarmonyParser(OutputReader):
             nonlocal between
             if text:
                 self._tell_content((between if self._has_content else "") + text)
-                self._has_content, between = True, ""
+                between = ""
 
         yield from self._read_body(ContentText, tell)
 

@@ -85,6 +85,8 @@ class FamilyParser(OutputReader):
             if reasoning is not None and mark == self._signs[reasoning.begin]:
                 self._blanks = []
                 yield from self._read_reasoning()
+                if tools is not None and tools.bare and not (self._has_content or self._calls):
+                    yield from self._read_bare_calls()
             else:
                 yield from self._read_calls(mark)
         if not self._calls:

@@ -54,6 +54,7 @@ class OutputReader(ABC):
         self._buffer, self._place, self._ended = "", 0, False
         self._unsettled: list[str] | None = None
         self._blanks: list[str] = []
+        self._has_content = False
         self._calls = 0
         self._told: list[tuple[type, int, list[str]]] = []
         self._kind: TextKind = ContentText
@@ -117,7 +118,7 @@ class OutputReader(ABC):
         shown = text.rstrip(BLANKS)
         if shown:
             self._tell(ContentText, 0, "".join([*self._blanks, shown]))
-            self._blanks = []
+            self._blanks, self._has_content = [], True
         if len(shown) < len(text):
             self._blanks.append(text[len(shown) :])
 

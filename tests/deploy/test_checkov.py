@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 
+import pytest
+
 from tests.deploy.manifests import OVERLAYS, ROOT, need, rendered
 
 ADR = ROOT / "docs" / "adr" / "0032-what-checkov-may-find.md"
@@ -20,6 +22,7 @@ def decided() -> set[tuple[str, str, str]]:
     }
 
 
+@pytest.mark.slow
 def test_checkov_finds_what_is_decided_and_nothing_else(tmp_path):
     program = shutil.which("checkov", path=str(ROOT / ".venv-checkov" / "bin"))
     program = program or shutil.which("checkov")

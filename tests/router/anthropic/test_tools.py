@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from router.anthropic.replies import AnthropicErrorReply, MessageReply, MessageStreamEvent
 from tests.router.openai.test_responses import named_events
 from tests.router.openai.test_tools import TEMPLATE, TWO, call
-from tests.router.served import MODEL, Served, serve
+from tests.router.served import MODEL, Served, listening, serve
 
 SAID = [{"role": "user", "content": "hi"}]
 CITY = {
@@ -119,6 +119,22 @@ async def test_a_call_that_breaks_off_has_what_is_whole_of_it() -> None:
         assert (block["type"], block["input"]) == ("tool_use", {})
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["{bad}", '{"a" 1, }', '{"a": "\\ud800"}', '{"a": ' + "[" * 300 + "]" * 300 + "}"],
+    ids=["word", "colon", "half a character", "nested"],
+)
+async def test_a_call_whose_arguments_no_reply_can_hold_has_no_input(arguments: str) -> None:
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says(f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>')
+        limit = len(served.generator.script[0])
+        for fields in ({"max_tokens": 1000}, {"max_tokens": limit - 8}):
+            reply = await ask(served, tools=[NOW], **fields)
+            assert reply.status_code == 200, reply.text
+            for block in reply.json()["content"]:
+                assert block["type"] == "text" or block["input"] == {}
+
+
 async def test_thoughts_have_a_block_of_their_own_unless_they_are_not_wanted() -> None:
     thinks = {"chat_template_kwargs": {"thinks": True}}
     async with serve(chat_template=TEMPLATE) as served:
@@ -129,6 +145,12 @@ async def test_thoughts_have_a_block_of_their_own_unless_they_are_not_wanted() -
             {"type": "text", "text": "Well."},
         ]
         assert message_of((await ask(served, stream=True, **thinks)).text)[0] == blocks
+        usage = (await ask(served, **thinks)).json()["usage"]
+        assert usage["output_tokens_details"] == {"thinking_tokens": 0}  # its marks are no tokens
+        omitted: dict[str, Any] = {"thinking": {"type": "adaptive", "display": "omitted"}, **thinks}
+        blocks[0]["thinking"] = ""
+        assert (await ask(served, **omitted)).json()["content"] == blocks
+        assert message_of((await ask(served, stream=True, **omitted)).text)[0] == blocks
         hidden = (await ask(served, thinking={"type": "disabled"}, **thinks)).json()
         assert hidden["content"] == [{"type": "text", "text": "Well."}]
 
@@ -176,6 +198,14 @@ async def test_what_was_called_thought_and_given_reaches_the_template() -> None:
         )
 
 
+async def test_the_template_is_told_that_a_call_failed() -> None:
+    failed = RESULT | {"is_error": True}
+    history = [{"role": "assistant", "content": [USE]}, {"role": "user", "content": [failed]}]
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says("x")
+        assert "<|tool|>Error: x<|end|>" in await prompt_of(served, messages=[*SAID, *history])
+
+
 async def test_switch_and_effort_of_thinking_are_given_to_the_template() -> None:
     template = "{{ enable_thinking }} {{ thinking }} {{ reasoning_effort }}{{ messages[0].content }}{# </think> #}"
     async with serve(chat_template=template) as served:
@@ -215,7 +245,11 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
     [
         ({"tools": [NOW, NOW]}, "tools: Two tools are called now."),
         ({"tools": [NOW], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice: There is no"),
-        ({"tools": [{"name": "t", "input_schema": {"type": 5}}], "tool_choice": {"type": "any"}}, "tools"),
+        ({"tools": [{"name": "t", "input_schema": {"type": 5}}], "tool_choice": {"type": "any"}}, "tools.t.input_schema.type: must be"),
+        ({"tools": [NOW, {"type": "web_search_20250305", "name": "web_search"}]}, "tools: This server runs no tools: not web_search_20250305."),
+        ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "x"}]}, "tools: This server runs no tools: not mcp_toolset."),
+        ({"messages": [*SAID, {"role": "assistant", "content": [{**USE, "input": {"a": "x" * 140_000}}] * 2}, {"role": "user", "content": [RESULT]}]},
+         "messages: the arguments of all calls have"),
         ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages.0.content.tool_use_id: nothing"),
         ({"messages": [{"role": "user", "content": [USE]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": [USE]}]}, "messages: a call needs"),
@@ -231,3 +265,53 @@ async def test_what_contradicts_itself_is_refused_by_its_field(
         assert reply.status_code == 400
         error = AnthropicErrorReply.model_validate_json(reply.content, strict=True).error
         assert error.message.startswith(message)
+
+
+async def test_tools_of_a_server_disturb_nothing_where_none_may_be_used() -> None:
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says("x")
+        tools = [NOW, {"type": "web_search_20250305", "name": "web_search"}]
+        reply = await ask(served, tools=tools, tool_choice={"type": "none"})
+        assert reply.status_code == 200, reply.text
+
+
+async def test_anthropics_client_adds_a_stream_up_and_sends_it_back() -> None:
+    anthropic = pytest.importorskip("anthropic", reason="the package anthropic is not installed")
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 300,
+        "tools": [WEATHER, NOW],
+        "extra_body": {"chat_template_kwargs": {"thinks": True}},
+    }
+    async with serve(chat_template=TEMPLATE) as served, listening(served.app) as url:
+        served.says("hm</think>" + TWO)
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="none") as client:
+            whole = await client.messages.create(messages=SAID, **asked)
+            async with client.messages.stream(messages=SAID, **asked) as stream:
+                final = await stream.get_final_message()
+            blocks = [block.model_dump(exclude_none=True) for block in final.content]
+            assert [block["type"] for block in blocks] == [
+                "thinking",
+                "text",
+                "tool_use",
+                "tool_use",
+            ]
+            assert without_ids(blocks) == without_ids(
+                [block.model_dump(exclude_none=True) for block in whole.content]
+            )
+            assert final.stop_reason == whole.stop_reason == "tool_use"
+            assert final.usage == whole.usage
+            assert blocks[2]["input"] == {"city": "Paris"}
+            results = [
+                {"type": "tool_result", "tool_use_id": block["id"], "content": "sunny"}
+                for block in blocks[2:]
+            ]
+            history = [
+                *SAID,
+                {"role": "assistant", "content": blocks},
+                {"role": "user", "content": results},
+            ]
+            await client.messages.create(messages=history, **asked)
+        prompt = served.generator.requests[-1].prompt.prompt_tokens
+        text = await served.tokenizer.decode(prompt)
+        assert "<tool_call>weather city=Paris</tool_call><tool_call>now</tool_call>[hm]" in text

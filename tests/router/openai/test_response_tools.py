@@ -224,3 +224,19 @@ async def test_openais_client_adds_a_stream_of_calls_up() -> None:
         assert called.type == "function_call"
         assert json.loads(called.arguments) == {"city": "Rome"}
         assert final.output_text == "I look."
+
+
+async def test_openais_client_parses_arguments_and_answers() -> None:
+    tool: Any = {"type": "function", "strict": True, "name": "weather", "parameters": CITY}
+    async with serve(chat_template=TEMPLATE) as served, listening(served.app) as url:
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+        async with client:
+            served.says(call("weather", city="Rome"))
+            called = await client.responses.parse(model=MODEL, input="hi", tools=[tool])
+            assert [item.type for item in called.output] == ["function_call"]
+            assert called.output[0].parsed_arguments == {"city": "Rome"}  # type: ignore[union-attr]
+            served.says('hm</think>{"city": "Rome"}')
+            answer = await client.responses.parse(
+                model=MODEL, input="hi", text_format=Weather, extra_body=THINKS
+            )
+            assert answer.output_parsed == Weather(city="Rome")

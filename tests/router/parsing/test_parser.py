@@ -467,6 +467,33 @@ def test_harmony_without_tools_or_reasoning_is_content() -> None:
     assert (found.reasoning, found.content, found.calls) == ("so", "{}", [])
 
 
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("output", ["llama3_json", "pythonic", "llama4_pythonic"])
+def test_calls_that_are_all_of_an_answer_are_found_behind_reasoning(
+    output: str, as_tokens: bool
+) -> None:
+    family, text = OUTPUTS[output]
+    made = output_format(family, "qwen3", as_tokens=as_tokens)
+    for whole, inside in ((f"<think>hm</think>\n\n{text}", False), (f"hm</think>{text}", True)):
+        found = parsed(made, whole, in_reasoning=inside)
+        assert (found.reasoning, found.content, len(found.calls)) == ("hm", "", 2)
+        assert parsed(made, whole, range(len(whole)), in_reasoning=inside) == found
+    later = f"Well. <think>hm</think>{text}"
+    assert not parsed(made, later).calls
+
+
+@given(pieces=st.lists(PIECES, max_size=40))
+def test_arguments_in_python_that_are_whole_are_json(pieces: list[str]) -> None:
+    parser = output_format("pythonic", None, as_tokens=False).parser(TOOLS, in_reasoning=False)
+    text = f"[get_weather(city={''.join(pieces)})]"
+    arguments: dict[int, str] = {}
+    for event in [*parser.push_text(text), *parser.finish()]:
+        if isinstance(event, ToolCallArguments):
+            arguments[event.index] = arguments.get(event.index, "") + event.text
+        if isinstance(event, ToolCallEnded):
+            assert isinstance(json.loads(arguments[event.index]), dict)
+
+
 def test_calls_within_reasoning_are_reasoning() -> None:
     made = output_format("hermes", "qwen3", as_tokens=True)
     call = hermes(("now", {}))
