@@ -12,7 +12,7 @@ DEFAULT := 'not gpu and not slow and not chaos and not ray and not vllm'$(if $(R
 # In the order of their names: files of few tests, which come last otherwise, take the longest.
 TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --timeout=120
 
-.PHONY: help install install-vllm native extras transports triton demo serve k8s-tools k8s-check test test-redis test-slow test-vllm test-vllm-short check format chaos chaos-long bench proto clean
+.PHONY: help install install-vllm native extras ray test-ray transports triton demo serve k8s-tools k8s-check test test-redis test-slow test-vllm test-vllm-short check format chaos chaos-long bench proto clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -37,6 +37,12 @@ triton: install ## Add Triton (200 MB, 720 MB unpacked), so that the tests of it
 
 extras: install ## Both the transports and Triton; pip builds Baton once and not twice
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[nixl,triton,ucx]'
+
+ray: install ## Add Ray (70 MB, 240 MB unpacked), so that `make test-ray` runs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+
+test-ray: native ray ## Workers on two nodes of Ray on this machine; a minute on two cores
+	$(BIN)/python -m pytest -m ray
 
 # In an environment of its own: a build of vLLM wants its own torch. It finds its platform by the version of a distribution named
 # `vllm`, hence the copy of the metadata; torchaudio, torchvision and torchcodec do not fit torch's build for CPUs.

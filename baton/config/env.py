@@ -78,6 +78,17 @@ def child_environment(
     return inherited
 
 
+def authenticate_ray(new_token: str | None) -> None:
+    """Turns Ray's token authentication on, unless the operator has decided; Ray reads this when it is imported.
+
+    Args:
+        new_token: Of a Ray that is about to be started; None where one runs, whose token the operator has given to Ray.
+    """
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if new_token is not None and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", new_token)
+
+
 def have_threads_sleep(environ: MutableMapping[str, str]) -> None:
     """Has OpenMP's threads sleep while they wait for each other, unless the operator says otherwise: by itself they wait busily, on cores
     that other processes wait for. It reads this when it is loaded.

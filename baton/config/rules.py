@@ -84,6 +84,7 @@ CPU_PRODUCTS = ("auto", "panels", "pairs", "onednn", "widened")
 KV_DTYPES = ("auto", "fp8_e4m3")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+RAY_STRATEGIES = ("SPREAD", "PACK", "STRICT_PACK", "STRICT_SPREAD")
 TENANT_SOURCES = ("file", "redis")
 BACKENDS = ("cuda_ipc", "shm", "nixl", "ucx")
 EVICTIONS = ("lru", "s3fifo", "cost")
@@ -294,6 +295,14 @@ RULES: tuple[Rule, ...] = (
         "router.local_prefill_tokens",
         "router.local_prefill_stall_s",
         "router.local_decode_sequences",
+    ),
+    _one_of("ray.strategy", RAY_STRATEGIES),
+    *_above_zero("ray.num_cpus", "ray.placement_timeout_s"),
+    *_at_least(0, "ray.num_gpus"),
+    Rule(
+        path="ray.resources",
+        holds=lambda v: all(0 < amount < float("inf") for amount in v.values()),
+        demand="must hold amounts above 0",
     ),
     _one_of("log.level", LOG_LEVELS),
     Rule(path="trace.endpoint", holds=bool, demand="must not be empty"),

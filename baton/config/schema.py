@@ -510,6 +510,29 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    """What `baton serve --launcher ray` asks Ray for.
+
+    Attributes:
+        address: Of the Ray cluster, `host:port`, or `auto` for the one that this machine belongs to; empty starts Ray on this machine.
+        num_cpus: CPUs of each worker; its engine computes with as many threads.
+        num_gpus: GPUs of each worker.
+        resources: Further resources of each worker, by Ray's names.
+        labels: What the labels of a worker's node must be, as Ray's label selectors: `{ray.io/accelerator-type: H100}`.
+        strategy: How the workers of one pool lie: `SPREAD` over nodes, `PACK`, `STRICT_PACK` on one node, or `STRICT_SPREAD`.
+        placement_timeout_s: How long a place for each worker is waited for at start.
+    """
+
+    address: str = ""
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    resources: dict[str, float] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    strategy: str = "SPREAD"
+    placement_timeout_s: float = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig:
     """OpenTelemetry traces of requests. Prompts and answers never stand in them.
 
@@ -572,6 +595,7 @@ class BatonConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     log: LogConfig = field(default_factory=LogConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     simulated: SimulatedConfig = field(default_factory=SimulatedConfig)

@@ -10,11 +10,13 @@ from baton.config import env
 from baton.config.load import load
 from baton.config.schema import BatonConfig
 from baton.config.setting import Setting
+from baton.errors import ConfigError
 from baton.telemetry import logs
 from baton_cluster.cli.flags import add_flags, given_settings
 from baton_cluster.cli.progress import StartDisplay
 from baton_cluster.launch.launcher import LocalCluster
 from baton_cluster.launch.plan import describe_workers
+from baton_cluster.launch.ray_places import RayPlaces, fit_ray
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory or Hugging Face hub id; without it the demo model that comes with Baton",
     )
     parser.add_argument("-f", "--file", type=Path, metavar="FILE", help="configuration, YAML")
+    parser.add_argument(
+        "--launcher",
+        choices=("local", "ray"),
+        default="local",
+        help="where workers run: on this machine, or as actors of a Ray cluster (%(default)s)",
+    )
+    parser.add_argument("--ray-address", metavar="ADDRESS", help="of the Ray cluster (ray.address)")
     add_flags(parser)
 
 
@@ -34,15 +43,25 @@ def run(arguments: argparse.Namespace) -> int:
     flags = given_settings(arguments)
     if arguments.model is not None:
         flags.append(Setting(path="model.model", value=arguments.model, source="MODEL"))
+    if arguments.ray_address is not None:
+        if arguments.launcher != "ray":
+            raise ConfigError("--ray-address needs --launcher ray", param="--ray-address")
+        address = arguments.ray_address
+        flags.append(Setting(path="ray.address", value=address, source="--ray-address"))
     config = load(arguments.file, environment=env.settings(), flags=flags)
     logs.configure(config.log, "launcher")
-    asyncio.run(_serve(config))
+    if arguments.launcher == "ray":
+        config = fit_ray(config)
+        with RayPlaces(config) as places:
+            asyncio.run(_serve(config, places))
+    else:
+        asyncio.run(_serve(config))
     return 0
 
 
-async def _serve(config: BatonConfig) -> None:
+async def _serve(config: BatonConfig, places: RayPlaces | None = None) -> None:
     with StartDisplay() as display:
-        cluster = LocalCluster(config, observer=display)
+        cluster = LocalCluster(config, observer=display, places=places)
         stop_on_signals(cluster)
         async with cluster:
             if cluster.is_ready:

@@ -76,7 +76,7 @@ class ChildProcess:
     async def events(self) -> AsyncIterator[Event]:
         """What happens to the child, up to its exit, which is always the last."""
         async for status in self._lifeline.statuses():
-            yield self._event(status)
+            yield event_of(status, self.plan.name, self.incarnation)
         returncode = await self._process.wait()
         await self._lifeline.close()
         yield ChildExited(name=self.plan.name, incarnation=self.incarnation, returncode=returncode)
@@ -93,18 +93,19 @@ class ChildProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def _event(self, status: Status) -> Event:
-        name, incarnation = self.plan.name, self.incarnation
-        match status:
-            case Ready():
-                return ChildReady(name=name, incarnation=incarnation)
-            case Progress():
-                return ChildProgress(
-                    name=name, incarnation=incarnation, what=status.what, done=status.done
-                )
-            case Fatal():
-                error = from_code(status.code, status.message, status.param)
-                return ChildFatal(name=name, incarnation=incarnation, error=error)
+
+def event_of(status: Status, name: str, incarnation: Incarnation) -> Event:
+    """What the supervisor is told when the child `name` says `status`."""
+    match status:
+        case Ready():
+            return ChildReady(name=name, incarnation=incarnation)
+        case Progress():
+            return ChildProgress(
+                name=name, incarnation=incarnation, what=status.what, done=status.done
+            )
+        case Fatal():
+            error = from_code(status.code, status.message, status.param)
+            return ChildFatal(name=name, incarnation=incarnation, error=error)
 
 
 async def spawn(

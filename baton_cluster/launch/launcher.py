@@ -10,7 +10,7 @@ tests and benchmarks:
 import asyncio
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -68,6 +68,34 @@ class Observer(Protocol):
         """Something that an operator wants to read."""
 
 
+class RunningChild(Protocol):
+    """A child that was started, wherever it runs."""
+
+    @property
+    def pid(self) -> int:
+        """Where it runs."""
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """Of this start."""
+
+    def events(self) -> AsyncIterator[Event]:
+        """What happens to it, up to its exit, which is always the last."""
+
+    def terminate(self) -> None:
+        """Asks it to end."""
+
+    def kill(self) -> None:
+        """Ends it now."""
+
+
+class WorkerPlaces(Protocol):
+    """Runs workers elsewhere. They register with discovery, since only there their addresses are known."""
+
+    async def start(self, plan: ChildPlan, assignment: Assignment) -> RunningChild:
+        """Starts a worker. Raises `OSError` where that cannot even be tried."""
+
+
 class Unobserved:
     """An observer that ignores everything."""
 
@@ -96,6 +124,7 @@ class LocalCluster:
         config: As loaded; what it leaves open is decided here.
         observer: Told of progress and accidents.
         child_module: Module that children run; speaks the protocol of `baton_cluster.launch.child`.
+        places: Where workers run, if not on this machine.
     """
 
     def __init__(
@@ -104,12 +133,14 @@ class LocalCluster:
         *,
         observer: Observer | None = None,
         child_module: str = "baton_cluster.roles",
+        places: WorkerPlaces | None = None,
     ) -> None:
         self._given = config
         self._observer = observer or Unobserved()
         self._child_module = child_module
+        self._places = places
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._processes: dict[str, ChildProcess] = {}
+        self._processes: dict[str, RunningChild] = {}
         self._listening_to: set[asyncio.Task[None]] = set()
         self._ready = asyncio.Event()
         self._failure: BatonError | None = None
@@ -214,8 +245,9 @@ class LocalCluster:
         if self._config.pool.enabled:
             self._runtime.note_pool(self._config.pool.address)
         on_cpu = self._config.engine.device == "cpu"
-        gpus = 0 if on_cpu else len(devices())
-        plans = plan_children(self._config, self._runtime, gpus, own_cores())
+        gpus = 0 if on_cpu or self._places is not None else len(devices())
+        cores = own_cores() if self._places is None else ()
+        plans = plan_children(self._config, self._runtime, gpus, cores)
         self._plans = {plan.name: plan for plan in plans}
         self._standby = self._standby_for(plans)
         self._core = self._supervisor(plans)
@@ -224,6 +256,8 @@ class LocalCluster:
         """None where there is no worker whose imports it could have done."""
         workers = [plan for plan in plans if plan.worker is not None]
         if not self._config.cluster.standby or self._config.engine.kind != "baton" or not workers:
+            return None
+        if self._places is not None:
             return None
         return StandbyProcess(
             workers[0],
@@ -312,18 +346,18 @@ class LocalCluster:
     async def _start(self, action: StartProcess) -> None:
         plan = self._plans[action.name]
         assert self._listener is not None, "a stopping cluster starts nothing"
+        plans = list(self._plans.values())
+        here = plans if self._places is None else [each for each in plans if each.worker is None]
         assignment = assignment_of(
             plan,
-            list(self._plans.values()),
+            here,
             config=self._config,
             incarnation=action.incarnation,
             http_fd=self._listener.fileno(),
             lock_fd=self._runtime.lock_fd,
         )
         try:
-            process = await self._become(plan, assignment) or await ChildProcess.start(
-                plan, assignment, module=self._child_module
-            )
+            process = await self._run(plan, assignment)
         except OSError as error:
             self._never_started(action, error)
             return
@@ -331,6 +365,13 @@ class LocalCluster:
         listening = asyncio.create_task(self._listen_to(process), name=f"listen {action.name}")
         self._listening_to.add(listening)
         listening.add_done_callback(self._listening_to.discard)
+
+    async def _run(self, plan: ChildPlan, assignment: Assignment) -> RunningChild:
+        if self._places is not None and plan.worker is not None:
+            return await self._places.start(plan, assignment)
+        return await self._become(plan, assignment) or await ChildProcess.start(
+            plan, assignment, module=self._child_module
+        )
 
     async def _become(self, plan: ChildPlan, assignment: Assignment) -> ChildProcess | None:
         if self._standby is None or plan.worker is None:
@@ -343,7 +384,7 @@ class LocalCluster:
         self._events.put_nowait(ChildFatal(name=name, incarnation=incarnation, error=reason))
         self._events.put_nowait(ChildExited(name=name, incarnation=incarnation, returncode=1))
 
-    async def _listen_to(self, process: ChildProcess) -> None:
+    async def _listen_to(self, process: RunningChild) -> None:
         async for event in process.events():
             self._events.put_nowait(event)
 

@@ -1,0 +1,255 @@
+"""Places for workers on a Ray cluster: a placement group per pool, a bundle per worker, an actor per start of a worker (ADR 0031).
+
+Ray places and hosts. It repeats nothing: the launcher's supervisor starts a worker again, as a new actor and a new incarnation in the
+same bundle. Routers find workers by their registrations in Redis and never ask Ray, which is imported only here.
+"""
+
+import asyncio
+import importlib
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from baton.config import env
+from baton.config.schema import BatonConfig, RayConfig
+from baton.errors import ConfigError, UnavailableError
+from baton.ids import Incarnation, Role
+from baton.telemetry.logs import get_logger
+from baton_cluster.launch.assignment import Assignment, encode
+from baton_cluster.launch.child_process import event_of
+from baton_cluster.launch.lifeline import Status
+from baton_cluster.launch.plan import ChildPlan
+from baton_cluster.launch.ray_worker import WorkerActor
+from baton_cluster.launch.supervisor import ChildExited, Event
+
+_KILLED = -9
+
+_log = get_logger(__name__)
+
+
+def fit_ray(config: BatonConfig) -> BatonConfig:
+    """`config` as workers on Ray have it.
+
+    Raises:
+        ConfigError: Routers would not find them, or it asks for what is not placed on Ray.
+    """
+    if config.cluster.discovery != "redis":
+        raise ConfigError(
+            "cluster.discovery must be redis with --launcher ray: only there workers on Ray say where they are",
+            param="cluster.discovery",
+        )
+    if config.pool.enabled:
+        raise ConfigError(
+            "pool.enabled must be false with --launcher ray: no pool node is placed on Ray yet",
+            param="pool.enabled",
+        )
+    threads = config.engine.num_threads or max(1, int(config.ray.num_cpus))
+    return replace(
+        config,
+        engine=replace(config.engine, num_threads=threads, bind_cores=False),
+    )
+
+
+def bundle_of(ray: RayConfig) -> dict[str, float]:
+    """What one worker takes, by Ray's names of resources."""
+    wanted = {"CPU": ray.num_cpus, "GPU": ray.num_gpus, **ray.resources}
+    return {name: amount for name, amount in wanted.items() if amount > 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What a living node of Ray has in all, and its labels."""
+
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+def why_unplaced(
+    bundle: Mapping[str, float], count: int, labels: Mapping[str, str], nodes: Sequence[NodeFacts]
+) -> str:
+    """Which of `count` equal bundles has no room, and what is missing for it."""
+    shown = ", ".join(f"{name} {amount:g}" for name, amount in sorted(bundle.items()))
+    # A selector may also be `in(...)` or `!x`; then the node is looked at, and Ray has the last word.
+    plain = {name: value for name, value in labels.items() if value.replace("-", "").isalnum()}
+    fitting = [
+        node for node in nodes if all(node.labels.get(name) == v for name, v in plain.items())
+    ]
+    if not fitting:
+        return f"bundle 0 ({shown}): none of {len(nodes)} nodes has the labels {dict(labels)}"
+    for name, amount in sorted(bundle.items()):
+        most = max(node.resources.get(name, 0.0) for node in fitting)
+        if most < amount:
+            return f"bundle 0 ({shown}): no node has {name} {amount:g}, the most is {most:g}"
+    room = sum(
+        min(int(node.resources.get(name, 0.0) / amount) for name, amount in bundle.items())
+        for node in fitting
+    )
+    if room < count:
+        return f"bundle {room} ({shown}): {len(fitting)} nodes have room for {room} of {count}"
+    return f"{count} bundles ({shown}): nodes have as much in all, but not free, or not where the strategy wants it"
+
+
+class RayPlaces:
+    """A connection to Ray with a place for each worker, from `__enter__` to `__exit__`. Ends every actor at its end.
+
+    Args:
+        config: As `fit_ray` gave it.
+    """
+
+    def __init__(self, config: BatonConfig) -> None:
+        self._config = config
+        self._groups: dict[Role, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Connects, or starts Ray, and waits for all places.
+
+        Raises:
+            ConfigError: The extra `ray` is not installed.
+            UnavailableError: Ray cannot be reached, or has no room.
+        """
+        settings = self._config.ray
+        env.authenticate_ray(None if settings.address else secrets.token_hex(32))
+        try:
+            self._ray = importlib.import_module("ray")
+        except ImportError as error:
+            raise ConfigError(
+                "--launcher ray needs the extra `ray`: pip install 'baton-serve[ray]'"
+            ) from error
+        where: dict[str, Any] = {"address": settings.address}
+        if not settings.address:
+            where = {"address": "local", "include_dashboard": False}
+        try:
+            self._ray.init(**where, log_to_driver=False, configure_logging=False)
+        except (ConnectionError, RuntimeError, ValueError, self._ray.exceptions.RayError) as error:
+            raise UnavailableError(
+                f"Ray at {settings.address or 'this machine'}: {error}"
+            ) from error
+        try:
+            self._place()
+        except BaseException:
+            self._ray.shutdown()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Gives every place back; what still runs in one is ended by Ray."""
+        for group in self._groups.values():
+            self._ray.util.remove_placement_group(group)
+        self._ray.shutdown()
+
+    async def start(self, plan: ChildPlan, assignment: Assignment) -> "RayChild":
+        """A new actor in the worker's bundle. What goes wrong from here on is an event of the child."""
+        assert plan.worker is not None, "only workers run on Ray"
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        settings = self._config.ray
+        actor = (
+            self._ray.remote(WorkerActor)
+            .options(
+                num_cpus=settings.num_cpus,
+                num_gpus=settings.num_gpus,
+                resources=settings.resources,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
+                    self._groups[plan.worker.role],
+                    placement_group_bundle_index=int(plan.name.rpartition("-")[2]),
+                ),
+            )
+            .remote()
+        )
+        return RayChild(self._ray, actor, plan, assignment)
+
+    def _place(self) -> None:
+        cluster, settings = self._config.cluster, self._config.ray
+        counts = {
+            Role.PREFILL: cluster.prefill_workers,
+            Role.DECODE: cluster.decode_workers,
+            Role.HYBRID: cluster.hybrid_workers,
+        }
+        bundle = bundle_of(settings)
+        for role, count in counts.items():
+            if count:
+                self._groups[role] = self._ray.util.placement_group(
+                    [bundle] * count,
+                    strategy=settings.strategy,
+                    bundle_label_selector=[settings.labels] * count if settings.labels else None,
+                )
+        for role, group in self._groups.items():
+            if not group.wait(timeout_seconds=settings.placement_timeout_s / len(self._groups)):
+                why = why_unplaced(bundle, counts[role], settings.labels, self._nodes())
+                raise UnavailableError(f"Ray has no room for the {role.value} workers: {why}")
+
+    def _nodes(self) -> list[NodeFacts]:
+        return [
+            NodeFacts(resources=node["Resources"], labels=node["Labels"])
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+
+
+class RayChild:
+    """One start of a worker on Ray, as the launcher sees it."""
+
+    def __init__(self, ray: Any, actor: Any, plan: ChildPlan, assignment: Assignment) -> None:
+        self._ray = ray
+        self._actor = actor
+        self._plan = plan
+        self._assignment = assignment
+        self._pid = 0
+        self._calls: set[asyncio.Future[Any]] = set()
+
+    @property
+    def pid(self) -> int:
+        """On its node; 0 until it is known."""
+        return self._pid
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """Of this start."""
+        return self._assignment.part.incarnation
+
+    async def events(self) -> AsyncIterator[Event]:
+        """What happens to the worker, up to its exit, which is always the last."""
+        name, incarnation, returncode = self._plan.name, self.incarnation, _KILLED
+        try:
+            host = await self._actor.__ray_call__.remote(_host_of_node)
+            role, told = self._plan.role, encode(self._assignment)
+            # Not an argument of the actor's making, which Ray's head keeps: it holds the cluster's secret.
+            self._pid = await self._actor.start.remote(role, told, host)
+            while not isinstance(said := await self._actor.next_status.remote(), int):
+                yield event_of(msgspec.json.decode(said, type=Status), name, incarnation)
+            returncode = said
+        except self._ray.exceptions.RayError as error:
+            _log.warning("the actor is gone", process=name, reason=str(error).splitlines()[0])
+        self.kill()
+        yield ChildExited(name=name, incarnation=incarnation, returncode=returncode)
+
+    def terminate(self) -> None:
+        """Asks the worker to end."""
+        call = asyncio.ensure_future(self._end())
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+    def kill(self) -> None:
+        """Ends the actor, and Ray with it the worker below it."""
+        self._ray.kill(self._actor, no_restart=True)
+
+    async def _end(self) -> None:
+        try:
+            await self._actor.terminate.remote()
+        except self._ray.exceptions.RayError:
+            return  # gone already; its exit is on the way
+
+
+def _host_of_node(_actor: object) -> str:
+    host: str = importlib.import_module("ray").util.get_node_ip_address()
+    return host
