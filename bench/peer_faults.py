@@ -10,8 +10,9 @@ clients_leave     five of the ten clients close their connections
 
 All run the same model under the same faults: `vllm` (hybrid, as `vllm serve` starts it, but for `--enforce-eager`), `vllm_nixl_pd` (vLLM's own
 prefill and decode server), `baton` (one hybrid worker), `baton_vllm` (the same with vLLM as its engine) and `baton_vllm_pd` (a prefill and a
-decode worker with vLLM); the last two run in vLLM's environment, too. Figures are numbers of streams, of the ten or of the five that stayed: `SERVER_FAULT_completed`, `_errors` (the stream
-said so), `_broken` (the connection ended before the stream) and `_open` (not at its end `--patience` seconds after the fault); of
+decode worker with vLLM); the last two run in vLLM's environment, too. Figures are numbers of streams, of the ten or of the five that stayed:
+`SERVER_FAULT_completed`, `_errors` (the stream said so), `_broken` (the connection ended before the stream) and `_open` (not at its end
+`--patience` seconds after the fault); `_late_tokens`, of those completed or open, which got tokens more than two seconds after the fault; of
 `engine_stopped` also `_open_at_continue`, and `_went_on`, which got tokens after SIGCONT. And seconds after the fault: `_known_s`, until the
 last of the failed streams had failed; `_served_s`, until a new request was answered, absent if none was. A server that does not
 come up is absent, and `absent_SERVER_FAULT` among the settings says why.
@@ -43,6 +44,8 @@ _CLIENTS = 10
 _LEAVING = 5
 _BEGUN_TOKENS = 5
 """A stream decodes once it has so many."""
+_LATE_S = 2.0
+"""Tokens that came so long after a fault were not on their way before it."""
 _FAULTS = ("engine_killed", "prefill_killed", "engine_stopped", "server_killed", "clients_leave")
 _OURS = {
     "baton": ("--hybrid-workers", "1"),
@@ -71,11 +74,13 @@ class Stream:
 
     Attributes:
         tokens: That came.
+        last_s: When the last of them did, on the monotonic clock.
         end: How it ended: `completed`, `errors` or `broken`; `open` until then.
-        ended_s: When, on the monotonic clock.
+        ended_s: When, on the same clock.
     """
 
     tokens: int = 0
+    last_s: float = 0.0
     end: str = "open"
     ended_s: float = field(default=0.0)
 
@@ -104,6 +109,7 @@ class Stream:
                     elif line.startswith("data: "):
                         end = "errors" if "error" in json.loads(line[6:]) else end
                         self.tokens += 1
+                        self.last_s = time.monotonic()
         except httpx.HTTPError:
             pass  # `broken`, unless the stream had said more
         self.end, self.ended_s = end, time.monotonic()
@@ -129,6 +135,7 @@ def main() -> None:
                     figures = _under_fault(name, fault, directory, arguments)
                 except RuntimeError as error:
                     report.settings[f"absent_{name}_{fault}"] = str(error)[:500]
+                    print(name, fault, f"absent: {error}", flush=True)
                     continue
                 report.figures |= {f"{name}_{fault}_{key}": value for key, value in figures.items()}
                 print(name, fault, figures, flush=True)
@@ -196,6 +203,9 @@ async def _measure(
     await asyncio.gather(*running, return_exceptions=True)
     ends = Counter(stream.end for stream in watched)
     figures = {key: float(ends[key]) for key in ("completed", "errors", "broken", "open")}
+    late_s = began_s + _LATE_S
+    lasting = [stream for stream in watched if stream.end in ("completed", "open")]
+    figures["late_tokens"] = float(sum(stream.last_s > late_s for stream in lasting))
     failed = [stream.ended_s for stream in watched if stream.end in ("errors", "broken")]
     if failed:
         figures["known_s"] = max(failed) - began_s
