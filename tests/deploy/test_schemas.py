@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.manifests import ROOT, Object, Rendered, need, need_module, rendered
+from tests.deploy.manifests import ROOT, Object, Rendered, need_module, rendered
 
 VERSION = "1.32"
 
@@ -25,8 +25,10 @@ def schema_folder() -> Path:
     named = os.environ.get("BATON_CRD_SCHEMAS")
     beside = (parent / "shared" / "crds" for parent in ROOT.parents)
     found = Path(named) if named else next((one for one in beside if one.is_dir()), None)
-    need(found is not None and found.is_dir(), "a folder of CRDs (BATON_CRD_SCHEMAS)")
-    assert found is not None
+    if found is None or not found.is_dir():
+        pytest.skip(
+            "schemas of custom resources are not here: BATON_CRD_SCHEMAS names their folder"
+        )
     return found
 
 
