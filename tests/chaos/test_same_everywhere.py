@@ -1,5 +1,5 @@
 """What comes out of pairs whose workers are killed all the time is what one hybrid worker gives, with guessed tokens and
-without: grammars, several samples, penalties, stop strings and least lengths, drawn at random.
+without: grammars, calls of tools, reasoning, several samples, penalties, stop strings and least lengths, drawn at random.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import pytest
 
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.served import Served, eventually, serve
+from tests.e2e.test_tools import SCHEMAS, TEMPLATE
 
 pytestmark = [pytest.mark.chaos, pytest.mark.alone, pytest.mark.timeout(1500)]
 
@@ -52,8 +53,21 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"structured_outputs": {"grammar": 'start: "x" (WORD " ")* "."\nWORD: /[a-z]{3,20}/'}},
 )
 """Of answers to either endpoint. The second and the third repeat themselves, so that something can be guessed."""
-CHAT_FORMS: tuple[dict[str, Any], ...] = ()
-"""Those that chats alone may ask for: tools."""
+TOOLS = [
+    {"type": "function", "function": {"name": name, "strict": True, "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+THINKS = {"chat_template_kwargs": {"thinks": True}, "max_thinking_tokens": 9}
+CHAT_FORMS: tuple[dict[str, Any], ...] = (
+    {"tools": TOOLS},
+    {"tools": TOOLS, "tool_choice": "required"},
+    {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, **THINKS},
+    {"tools": TOOLS, "tool_choice": NAMED},
+    {"tools": TOOLS, **THINKS},
+    THINKS,
+)
+"""Those that chats alone may ask for: calls of the model's own accord, required and named ones, and reasoning."""
 
 Choice = tuple[list[int], str, str]
 """Tokens, what was said, and why it ended."""
@@ -124,8 +138,13 @@ async def answers(cluster: Served, asked: list[Case]) -> list[list[Choice]]:
 
 
 def _said(choice: dict[str, Any]) -> str:
-    """The text of a completion, or all of a chat's message."""
-    return str(choice["text"]) if "text" in choice else json.dumps(choice["message"])
+    """The text of a completion, or all of a chat's message but the ids of its calls."""
+    if "text" in choice:
+        return str(choice["text"])
+    message: dict[str, Any] = choice["message"]
+    for call in message.get("tool_calls") or ():
+        del call["id"]
+    return json.dumps(message)
 
 
 async def kill_in_turn(cluster: Served, killed: list[str]) -> None:
@@ -191,7 +210,11 @@ def test_pairs_whose_workers_are_killed_give_what_one_worker_gives(
 ) -> None:
     """With drafts a row's place among others changes, so that its bits may depend on them but for `--deterministic`."""
     model, asked = make_model(tmp_path / "llama", "llama"), cases()
-    common = (*COMMON, "--deterministic") if guessing else COMMON
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    common: tuple[str, ...] = (*COMMON, "--chat-template", str(template))
+    if guessing:
+        common = (*common, "--deterministic")
     with serve(str(model), *HYBRID, *common) as cluster:
         expected = asyncio.run(answers(cluster, asked))
     if guessing:

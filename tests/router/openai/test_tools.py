@@ -356,3 +356,27 @@ async def test_calls_that_cannot_be_required_are_refused() -> None:
         served.says("x")
         error = (await served.chat(tools=[NOW], tool_choice="required")).json()["error"]
         assert error["param"] == "tool_choice"
+
+
+async def test_how_tools_are_to_be_called_and_what_is_asked_leave_their_tokens_alone() -> None:
+    """So that they are found in a prefix cache, whose keys are made of tokens: neither a choice nor its grammar is among them."""
+    named = {"type": "function", "function": {"name": "now"}}
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says("x")
+        tools: dict[str, Any] = {"tools": [WEATHER, NOW]}
+        variants: tuple[dict[str, Any], ...] = (
+            {},
+            {"tool_choice": "required"},
+            {"tool_choice": named},
+            {"parallel_tool_calls": False, "tool_choice": "required"},
+            {"messages": [{"role": "user", "content": "something else"}]},
+        )
+        for fields in variants:
+            assert (await served.chat(**tools, **fields)).status_code == 200
+        *same, other = [list(r.prompt.prompt_tokens) for r in served.generator.requests]
+        assert all(tokens == same[0] for tokens in same)
+        assert len({r.prompt.sampling.grammar for r in served.generator.requests[:4]}) == 4
+        shared = next(i for i, (a, b) in enumerate(zip(same[0], other, strict=False)) if a != b)
+        text = await served.tokenizer.decode(same[0][:shared])
+        assert text.startswith("<tools>")
+        assert "</tools>" in text
