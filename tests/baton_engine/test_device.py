@@ -32,6 +32,7 @@ from kv_transfer.memory.arena import ArenaSpan
 from tests.baton_engine.absent_device import ABSENT, AbsentKernels, watched
 from tests.baton_engine.stepping import Text, make_texts
 from tests.baton_engine.tiny_models import make_model
+from tests.waits import join
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 DRAWN = SamplingParams(temperature=0.7, max_tokens=4, seed=5)
@@ -257,6 +258,6 @@ def test_what_one_step_freed_is_not_mapped_again_for_the_next() -> None:
     keep_freed_memory()
     thread = Thread(target=take_and_free, args=(8 << 20,))  # with a heap of its own, as the engine
     thread.start()
-    thread.join()
+    join(thread)
     assert faults[0] > 1000
     assert max(faults[1:]) < 100

@@ -43,7 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.mark.parametrize("client", PACKAGES)
 def test_a_client_gets_what_it_asks_for(client: str, cluster: Served) -> None:
     found = subprocess.run(
-        [PYTHON, "-c", f"import {PACKAGES[client]}"], check=False, capture_output=True
+        [PYTHON, "-c", f"import {PACKAGES[client]}"], check=False, capture_output=True, timeout=60
     )
     if found.returncode:
         pytest.skip(f"{PACKAGES[client]} is not installed")

@@ -101,7 +101,7 @@ async def test_a_fault_in_a_late_message_is_told_by_its_place():
     messages[3333] = {"role": "user"}
     error = await _refused(ChatCompletionRequest, CHAT | {"messages": messages})
     assert error.param == "messages[3333]"
-    messages[3333] = {"type": "function_call", "name": "f"}
+    messages[3333] = {"type": "web_search_call", "name": "f"}
     error = await _refused(ResponsesRequest, {"model": MODEL, "input": messages})
     assert (error.param, error.code) == ("input", "unsupported_parameter")
 
