@@ -217,6 +217,9 @@ def test_pairs_whose_workers_are_killed_give_what_one_worker_gives(
         common = (*common, "--deterministic")
     with serve(str(model), *HYBRID, *common) as cluster:
         expected = asyncio.run(answers(cluster, asked))
+    said = [text for choices in expected for _, text, _ in choices]
+    assert sum('"tool_calls": [' in text for text in said) > CASES / 20, "hardly any calls"
+    assert sum('"reasoning": "' in text for text in said) > CASES / 20, "hardly any reasoning"
     if guessing:
         common = (*common, *GUESSING)
         port = _free_port()
