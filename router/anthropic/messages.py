@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from pydantic_core import from_json
 from starlette.requests import Request
@@ -39,7 +40,6 @@ from router.http.fields import JsonObject
 from router.http.streaming import json_text, model_event, named_event
 from router.parsing.events import (
     ContentText,
-    ParsedEvent,
     ReasoningText,
     ToolCallArguments,
     ToolCallBegun,
@@ -47,6 +47,11 @@ from router.parsing.events import (
 from router.parsing.output_format import OutputFormat
 from router.ports import Timing
 
+_DELTAS: dict[type[MessageContent], bytes] = {
+    TextContent: b'{"type":"text_delta","text":%b}',
+    ThinkingContent: b'{"type":"thinking_delta","thinking":%b}',
+    ToolUseContent: b'{"type":"input_json_delta","partial_json":%b}',
+}
 _DELTA = b'{"type":"content_block_delta","index":%d,"delta":%b}'
 
 
@@ -73,6 +78,31 @@ class TokenCounting:
         return CountedTokens(input_tokens=len(tokens))
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Block:
+    """A block of the message, as far as it has been drawn.
+
+    Attributes:
+        content: Empty until the end.
+        texts: Of a message that is answered whole: its text, or its input's JSON.
+    """
+
+    content: MessageContent
+    texts: list[str] = field(default_factory=list)
+
+    def filled(self) -> MessageContent:
+        """The content with its text."""
+        said = "".join(self.texts)
+        match self.content:
+            case TextContent():
+                self.content.text = said
+            case ThinkingContent():
+                self.content.thinking = said
+            case ToolUseContent():
+                self.content.input = _input(said)
+        return self.content
+
+
 class MessageWriter:
     """Writes deltas as a message, or as the events of one.
 
@@ -97,9 +127,7 @@ class MessageWriter:
         )
         self._omits_thoughts = thinking is not None and thinking.display == "omitted"
         self._last: Delta | None = None
-        self._index = -1
-        self._open: type[MessageContent] | None = None
-        self._has_called = False
+        self._blocks: list[_Block] = []
 
     def opening(self) -> bytes:
         """The message, empty. What of the prompt a cache held is known at the end only."""
@@ -110,45 +138,54 @@ class MessageWriter:
 
     def piece(self, delta: Delta) -> bytes:
         """What it says, if it says something; the last delta may not."""
+        written: list[bytes] = []
+        begun = len(self._blocks)
+        for block, text in self._gained(delta):
+            if len(self._blocks) > begun:
+                begun = len(self._blocks)
+                written += [self._end(begun - 2), self._begin(block)]
+            if text:
+                written.append(self._delta(block, text))
+        return b"".join(written)
+
+    def _gained(self, delta: Delta) -> Iterator[tuple[_Block, str]]:
+        """Each piece of text, or of a call's JSON, with its block, which is the last one; a new block comes with its first piece, which may be empty."""
         self._last = delta
-        return b"".join(map(self._event, self._parsed.push(delta)))
+        for event in self._parsed.push(delta):
+            match event:
+                case ContentText():
+                    yield self._block(TextContent(text="")), event.text
+                case ReasoningText():
+                    text = "" if self._omits_thoughts else event.text
+                    yield self._block(ThinkingContent(thinking="")), text
+                case ToolCallBegun():
+                    call_id = f"toolu_{secrets.token_hex(12)}"
+                    yield self._new(ToolUseContent(id=call_id, name=event.name, input={})), ""
+                case ToolCallArguments():
+                    yield self._blocks[-1], event.text
 
-    def _event(self, event: ParsedEvent) -> bytes:
-        match event:
-            case ContentText():
-                begun = self._begin(TextContent(text=""))
-                return begun + self._delta(b'{"type":"text_delta","text":%b}', event.text)
-            case ReasoningText():
-                begun = self._begin(ThinkingContent(thinking=""))
-                if self._omits_thoughts:
-                    return begun
-                return begun + self._delta(b'{"type":"thinking_delta","thinking":%b}', event.text)
-            case ToolCallBegun():
-                return self._begin(self._call(event), always=True)
-            case ToolCallArguments():
-                return self._delta(b'{"type":"input_json_delta","partial_json":%b}', event.text)
-        return b""
+    def _block(self, content: MessageContent) -> _Block:
+        """The last one, if it is of this kind; else a new one."""
+        last = self._blocks[-1] if self._blocks else None
+        if last is not None and type(last.content) is type(content):
+            return last
+        return self._new(content)
 
-    def _begin(self, block: MessageContent, *, always: bool = False) -> bytes:
-        """Ends the block that is open and begins this one, unless one of its kind is open."""
-        if self._open is type(block) and not always:
-            return b""
-        ended = self._end()
-        self._open, self._index = type(block), self._index + 1
-        return ended + model_event(ContentBlockStart(index=self._index, content_block=block))
+    def _new(self, content: MessageContent) -> _Block:
+        self._blocks.append(_Block(content=content))
+        return self._blocks[-1]
 
-    def _end(self) -> bytes:
-        if self._open is None:
-            return b""
-        self._open = None
-        return model_event(ContentBlockStop(index=self._index))
+    def _begin(self, block: _Block) -> bytes:
+        return model_event(
+            ContentBlockStart(index=len(self._blocks) - 1, content_block=block.content)
+        )
 
-    def _delta(self, kind: bytes, text: str) -> bytes:
-        return named_event("content_block_delta", _DELTA % (self._index, kind % json_text(text)))
+    def _end(self, index: int) -> bytes:
+        return b"" if index < 0 else model_event(ContentBlockStop(index=index))
 
-    def _call(self, event: ToolCallBegun) -> ToolUseContent:
-        self._has_called = True
-        return ToolUseContent(id=f"toolu_{secrets.token_hex(12)}", name=event.name, input={})
+    def _delta(self, block: _Block, text: str) -> bytes:
+        kind = _DELTAS[type(block.content)] % json_text(text)
+        return named_event("content_block_delta", _DELTA % (len(self._blocks) - 1, kind))
 
     async def before(self, deltas: Sequence[Delta]) -> None:
         """Nothing."""
@@ -156,10 +193,11 @@ class MessageWriter:
     async def closing(self, timings: Sequence[Timing]) -> list[bytes]:  # noqa: ARG002
         """The last block and the message, both done. A message that says nothing has a block without text."""
         assert self._last is not None
-        begun = b"" if self._index >= 0 else self._begin(TextContent(text=""))
+        begun = b"" if self._blocks else self._begin(self._new(TextContent(text="")))
         stop = StopDelta(stop_reason=self._stop_reason(self._last), stop_sequence=self._last.stop)
         ended = MessageDelta(delta=stop, usage=_usage(self._run))
-        return [begun + self._end(), model_event(ended), model_event(MessageStop())]
+        last = self._end(len(self._blocks) - 1)
+        return [begun + last, model_event(ended), model_event(MessageStop())]
 
     def fault(self, error: BatonError) -> bytes:
         """An event with the error."""
@@ -172,32 +210,14 @@ class MessageWriter:
     ) -> list[bytes]:
         """The message with its blocks, with turns for others between its deltas."""
         (deltas,) = choices
-        content: list[MessageContent] = []
-        texts: list[list[str]] = []
         for delta in deltas:
-            for event in self._parsed.push(delta):
-                match event:
-                    case ContentText():
-                        block: MessageContent = TextContent(text="")
-                    case ReasoningText():
-                        block = ThinkingContent(thinking="")
-                    case ToolCallBegun():
-                        content.append(self._call(event))
-                        texts.append([])
-                        continue
-                    case ToolCallArguments():
-                        block = content[-1]
-                    case _:
-                        continue
-                if not content or type(content[-1]) is not type(block):
-                    content.append(block)
-                    texts.append([])
-                if not (self._omits_thoughts and isinstance(block, ThinkingContent)):
-                    texts[-1].append(event.text)
+            for block, text in self._gained(delta):
+                block.texts.append(text)
             await asyncio.sleep(0)
-        for block, said in zip(content, texts, strict=True):
-            _fill(block, "".join(said))
-        reply = self._message(content or [TextContent(text="")], deltas[-1], _usage(self._run))
+        if not self._blocks:
+            self._new(TextContent(text=""))
+        content = [block.filled() for block in self._blocks]
+        reply = self._message(content, deltas[-1], _usage(self._run))
         return [reply.model_dump_json().encode()]
 
     def _message(
@@ -217,17 +237,8 @@ class MessageWriter:
             return "stop_sequence"
         if last.finish is FinishReason.LENGTH:
             return "max_tokens"
-        return "tool_use" if self._has_called else "end_turn"
-
-
-def _fill(block: MessageContent, said: str) -> None:
-    match block:
-        case TextContent():
-            block.text = said
-        case ThinkingContent():
-            block.thinking = said
-        case ToolUseContent():
-            block.input = _input(said)
+        called = any(isinstance(block.content, ToolUseContent) for block in self._blocks)
+        return "tool_use" if called else "end_turn"
 
 
 def _input(arguments: str) -> JsonObject:

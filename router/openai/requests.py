@@ -157,7 +157,33 @@ class GenerationBody(SamplingBody):
                 raise refusal(name, "Not together with use_beam_search.")
 
 
-class ChatCompletionRequest(GenerationBody):
+class ReasoningBody(SamplingBody):
+    """What chats and responses have in common: both tell what the model thinks aloud apart from its answer."""
+
+    max_thinking_tokens: TokenCount | None = None
+    thinking_token_budget: TokenCount | None = None
+    include_reasoning: bool | None = None
+
+    @property
+    def most_thinking_tokens(self) -> int | None:
+        """`max_thinking_tokens`, or vLLM's name for it."""
+        most = self.max_thinking_tokens
+        return self.thinking_token_budget if most is None else most
+
+    @property
+    def thinking_field(self) -> str:
+        """The one of the two that counts."""
+        return (
+            "thinking_token_budget" if self.max_thinking_tokens is None else "max_thinking_tokens"
+        )
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Always: there is a place for it."""
+        return True
+
+
+class ChatCompletionRequest(ReasoningBody, GenerationBody):
     """POST /v1/chat/completions."""
 
     api: ClassVar[Api] = Api.CHAT
@@ -172,9 +198,6 @@ class ChatCompletionRequest(GenerationBody):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    max_thinking_tokens: TokenCount | None = None
-    thinking_token_budget: TokenCount | None = None
-    include_reasoning: bool | None = None
     functions: Functions | None = None
     function_call: FunctionChoice | None = None
     response_format: ResponseFormat | None = None
@@ -231,24 +254,6 @@ class ChatCompletionRequest(GenerationBody):
         """Those of `tools` that `tool_choice` leaves."""
         parallel = self.parallel_tool_calls is not False
         return callable_tools(self.tools, self.tool_choice, parallel=parallel)
-
-    @property
-    def most_thinking_tokens(self) -> int | None:
-        """`max_thinking_tokens`, or vLLM's name for it."""
-        most = self.max_thinking_tokens
-        return self.thinking_token_budget if most is None else most
-
-    @property
-    def thinking_field(self) -> str:
-        """The one of the two that counts."""
-        return (
-            "thinking_token_budget" if self.max_thinking_tokens is None else "max_thinking_tokens"
-        )
-
-    @property
-    def tells_reasoning(self) -> bool:
-        """Always: chats have a place for it."""
-        return True
 
     def as_conversation(self) -> Conversation:
         """The conversation. Tools that may not be called are not shown to the model, as in vLLM."""

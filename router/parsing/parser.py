@@ -184,13 +184,13 @@ class FamilyParser(OutputReader):
                 continue
             key = (yield from self._read_string()) if char == '"' else None
             if key is None or (yield from self._next_sign()) != ":":
-                return self._broken(begun=begun)
+                return begun
             yield from self._skip_blanks()
             if key == "name" and not name:
                 is_text = (yield from self._next()) == '"'
                 found = (yield from self._read_string()) if is_text else None
                 if found is None or not TOOL_NAME.fullmatch(found):
-                    return self._broken(begun=begun)
+                    return begun
                 name = found
                 if known_only and name not in self._parameters:
                     return False
@@ -198,11 +198,11 @@ class FamilyParser(OutputReader):
                 begun = True
                 self._begin_call(name)
                 if not (yield from self._read_value(self._tell_arguments)):
-                    return self._broken(begun=True)
+                    return True
             else:
                 parts: list[str] = []
                 if not (yield from self._read_value(parts.append)):
-                    return self._broken(begun=begun)
+                    return begun
                 held = "".join(parts) if key in _ARGUMENT_KEYS else held
         if not name:
             return False
@@ -314,17 +314,17 @@ class FamilyParser(OutputReader):
         while not (yield from self._accept_after_blanks(")")):
             key = yield from self._read_word(LONGEST_NAME)
             if not key or key in told or not (yield from self._accept_after_blanks("=")):
-                return self._broken(begun=bool(told))
+                return bool(told)
             if not told:
                 self._begin_call(name)
             self._tell_arguments(f"{', ' if told else '{'}{json.dumps(key)}: ")
             told.add(key)
             if not (yield from self._read_literal()):
-                return self._broken(begun=True)
+                return True
             if not (yield from self._accept_after_blanks(",")):
                 yield from self._skip_blanks()
                 if (yield from self._peek()) != ")":
-                    return self._broken(begun=True)
+                    return True
         if not told:
             self._begin_call(name)
         self._tell_arguments("}" if told else "{}")

@@ -141,10 +141,6 @@ class OutputReader(ABC):
     def _end_call(self) -> None:
         self._tell(ToolCallEnded, self._calls - 1, "")
 
-    def _broken(self, *, begun: bool) -> bool:
-        """What was read is no call, or one that broke off: it has no end."""
-        return begun
-
     def _give_up(self) -> None:
         """What was read since a mark was no call."""
         unsettled, self._unsettled = self._unsettled, None

@@ -15,7 +15,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from router.generation.answer_form import AnswerForm, CallableTools
-from router.generation.sampling import SamplingBody
 from router.http.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -40,7 +39,7 @@ from router.openai.conversation import (
     check_calls,
     check_template_arguments,
 )
-from router.openai.requests import Logprobs, check_moderation
+from router.openai.requests import Logprobs, ReasoningBody, check_moderation
 from router.openai.tools import (
     ANY_OBJECT,
     FunctionName,
@@ -311,7 +310,7 @@ class Reasoning(BodyObject):
     mode: Name | None = None
 
 
-class ResponsesRequest(SamplingBody):
+class ResponsesRequest(ReasoningBody):
     """POST /v1/responses."""
 
     api: ClassVar[Api] = Api.RESPONSES
@@ -332,9 +331,6 @@ class ResponsesRequest(SamplingBody):
     chat_template_kwargs: TemplateArguments | None = None
     moderation: JsonObject | None = None
     parallel_tool_calls: bool | None = None
-    max_thinking_tokens: TokenCount | None = None
-    thinking_token_budget: TokenCount | None = None
-    include_reasoning: bool | None = None
     # What follows does not change the answer of this server.
     max_tool_calls: int | None = None
     store: bool | None = None
@@ -400,24 +396,6 @@ class ResponsesRequest(SamplingBody):
             required=is_named or mode == "required",
             parallel=self.parallel_tool_calls is not False and not is_named,
         )
-
-    @property
-    def most_thinking_tokens(self) -> int | None:
-        """`max_thinking_tokens`, or vLLM's name for it."""
-        most = self.max_thinking_tokens
-        return self.thinking_token_budget if most is None else most
-
-    @property
-    def thinking_field(self) -> str:
-        """The one of the two that counts."""
-        return (
-            "thinking_token_budget" if self.max_thinking_tokens is None else "max_thinking_tokens"
-        )
-
-    @property
-    def tells_reasoning(self) -> bool:
-        """Always: responses have an item for it."""
-        return True
 
     def as_conversation(self) -> Conversation:
         """The conversation, instructions first. Functions that may not be called are not shown to the model.

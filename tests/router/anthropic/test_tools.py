@@ -213,7 +213,7 @@ async def test_switch_and_effort_of_thinking_are_given_to_the_template() -> None
         off = {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}
         assert (await prompt_of(served, **off)).startswith("False False low")
         adaptive = {"thinking": {"type": "adaptive"}}
-        assert (await prompt_of(served, **adaptive)).startswith("   hi"[:2])
+        assert (await prompt_of(served, **adaptive)).strip() == "hi"
 
 
 async def test_required_tools_are_a_grammar() -> None:
