@@ -115,14 +115,19 @@ _REAL_DATE = (
     r"^\d*[1-9]\d*-",
 )
 _REAL_TIME = (r":[0-5]\d[.zZ+-]",)
+_LABEL = r"([^.]{1,3}|[^.]{2}([^.-]|-[^.-])[^.]*)"
+"""Of a host's name, without `--` as its third and fourth characters: those are reserved for international names as DNS writes them (`xn--`), and
+whether such a label stands for a name at all is beyond a regular expression.
+"""
 _SPELT_OUT: Mapping[str, tuple[str, ...]] = {
     "date": _REAL_DATE,
     "time": _REAL_TIME,
     "date-time": _REAL_DATE + _REAL_TIME,
     "email": (r"^[^@]{1,64}@",),
+    "hostname": (rf"^{_LABEL}(\.{_LABEL})*$", "^.{1,253}$"),
 }
 """What llguidance's regular expressions of these formats allow and should not: a 29th of February in any year, a year
-0, leap seconds anywhere (few readers take one at all), longer names of mailboxes than there are.
+0, leap seconds anywhere (few readers take one at all), longer names of mailboxes and hosts than there are.
 """
 _UNSPEAKABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that JSON writes by their number alone; answers have no such escapes, since any name could be written so.
