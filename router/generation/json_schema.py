@@ -110,25 +110,30 @@ _FORMATS = frozenset(
 _TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "integer"})
 
 
-_REAL_DATE = (
-    r"^(....-(0[13-9]|1|02-([01]|2[0-8]))|(..(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-)",
-    r"^\d*[1-9]\d*-",
-)
-_REAL_TIME = (r":[0-5]\d[.zZ+-]",)
+_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_MONTH_AND_DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DATE = f"({_YEAR}-{_MONTH_AND_DAY}|{_LEAP_YEAR}-02-29)"
+_HOUR_AND_MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](\.[0-9]+)?([zZ]|[+-]{_HOUR_AND_MINUTE})"
+_WHOLE: Mapping[str, str] = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}[tT]{_TIME}$",
+}
+"""Formats of which llguidance's own expressions allow what they should not: a 29th of February in any year, a year 0, leap seconds
+anywhere (few readers take one at all). These stand in their place: both at once would be intersected wherever they are compiled,
+which takes as long as all the rest of a small schema.
+"""
 _LABEL = r"([^.]{1,3}|[^.]{2}([^.-]|-[^.-])[^.]*)"
 """Of a host's name, without `--` as its third and fourth characters: those are reserved for international names as DNS writes them (`xn--`), and
 whether such a label stands for a name at all is beyond a regular expression.
 """
-_SPELT_OUT: Mapping[str, tuple[str, ...]] = {
-    "date": _REAL_DATE,
-    "time": _REAL_TIME,
-    "date-time": _REAL_DATE + _REAL_TIME,
-    "email": (r"^[^@]{1,64}@",),
+_BESIDES: Mapping[str, tuple[str, ...]] = {
+    "email": ("^[^@]{1,64}@",),
     "hostname": (rf"^{_LABEL}(\.{_LABEL})*$", "^.{1,253}$"),
 }
-"""What llguidance's regular expressions of these formats allow and should not: a 29th of February in any year, a year
-0, leap seconds anywhere (few readers take one at all), longer names of mailboxes and hosts than there are.
-"""
+"""What llguidance's expression of a format leaves out: longer names of mailboxes and hosts than there are."""
 _UNSPEAKABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that JSON writes by their number alone; answers have no such escapes, since any name could be written so.
 """
@@ -189,9 +194,17 @@ def spelt_out(schema: JsonValue) -> JsonValue:
         elif kind in (_SCHEMA, _ITEMS):
             copy[keyword] = spelt_out(value)
     named, others = schema.get("format"), copy.get("allOf", [])
-    if isinstance(named, str) and named in _SPELT_OUT and isinstance(others, list):
-        spelt: list[JsonValue] = [{"pattern": pattern} for pattern in _SPELT_OUT[named]]
-        copy["allOf"] = others + spelt
+    if not isinstance(named, str) or not isinstance(others, list):
+        return copy
+    patterns = _BESIDES.get(named, ())
+    if (whole := _WHOLE.get(named)) is not None:
+        del copy["format"]
+        if "pattern" not in copy:
+            return copy | {"pattern": whole}
+        patterns = (whole,)
+    if patterns:
+        asked: list[JsonValue] = [{"pattern": pattern} for pattern in patterns]
+        copy["allOf"] = others + asked
     return copy
 
 

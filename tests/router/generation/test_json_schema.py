@@ -5,7 +5,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from datetime import date
 from glob import glob
 from pathlib import Path
 from random import Random
@@ -270,6 +271,45 @@ async def test_a_format_that_no_expression_says_is_refused_by_its_name(named, ch
         await grammar_of(checker, {"items": {"format": named}})
     assert refused.value.code == "unsupported_parameter"
     assert refused.value.message.startswith("field.items.format: ")
+
+
+def taken(vocabulary: LLTokenizer, grammar: str, texts: Iterable[str]) -> set[str]:
+    """Which of `texts` are whole answers, as JSON."""
+    fresh = LLMatcher(vocabulary, grammar, log_level=0)
+    assert not fresh.is_error(), fresh.get_error()
+    found = set()
+    for text in texts:
+        matcher, tokens = fresh.deep_copy(), vocabulary.tokenize_bytes(f'"{text}"'.encode())
+        if matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting():
+            found.add(text)
+    return found
+
+
+def _is_a_day(text: str) -> bool:
+    try:
+        return bool(date.fromisoformat(text))
+    except ValueError:
+        return False
+
+
+async def test_every_day_of_the_calendar_is_a_date_and_nothing_else_is(checker, vocabulary):
+    years = (0, 1, 4, 10, 96, 100, 400, 1000, 1900, 1996, 2000, 2023, 2100, 2400, 9999)
+    texts = [f"{y:04}-{m:02}-{d:02}" for y in years for m in range(14) for d in range(33)]
+    days = set(filter(_is_a_day, texts))
+    assert 5000 < len(days) < len(texts)
+    grammar = await grammar_of(checker, {"format": "date"})
+    assert taken(vocabulary, grammar, texts) == days
+    grammar = await grammar_of(checker, {"format": "date-time"})
+    assert taken(vocabulary, grammar, [f"{text}t12:30:00z" for text in texts]) == {
+        f"{day}t12:30:00z" for day in days
+    }
+
+
+async def test_a_format_holds_beside_a_pattern_and_for_texts_alone(checker, vocabulary):
+    grammar = await grammar_of(checker, {"format": "date", "pattern": "^2024-0", "maxLength": 10})
+    asked = ["2024-02-29", "2024-12-01", "2024-02-30", "2024-0"]
+    assert taken(vocabulary, grammar, asked) == {"2024-02-29"}
+    assert takes(vocabulary, grammar, "17")
 
 
 def test_values_that_look_like_schemas_are_left_as_they_are():
