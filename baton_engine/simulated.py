@@ -12,7 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from baton.config.schema import EngineConfig, ModelConfig, SimulatedConfig
-from baton.config.speculative import NgramSpeculation, read_speculative
+from baton.config.speculative import NgramSpeculation, SuffixSpeculation, read_speculative
 from baton.errors import ConfigError
 from baton.generation import TokenLogprobs
 from baton.ids import LayerName
@@ -173,7 +173,7 @@ def build_simulated(
         ConfigError: Tokens are to be guessed by a model.
     """
     speculation = read_speculative(config.speculative_config)
-    if not isinstance(speculation, NgramSpeculation | None):
+    if not isinstance(speculation, NgramSpeculation | SuffixSpeculation | None):
         param = "engine.speculative_config.method"
         raise ConfigError(f"{param}: a simulated worker has no draft model", param=param)
     vocab_size, longest = _sizes(Path(model.model))

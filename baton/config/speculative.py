@@ -5,11 +5,19 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 
-_OTHER_METHODS = ("suffix", "eagle", "medusa", "mlp_speculator", "mtp")
+_OTHER_METHODS = ("eagle", "medusa", "mlp_speculator", "mtp")
 """Of vLLM's, which this engine has not got."""
 
 _FIELDS = {
     "ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+    "suffix": (
+        "method",
+        "num_speculative_tokens",
+        "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_cached_requests",
+        "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+    ),
     "draft_model": ("method", "num_speculative_tokens", "model", "revision"),
     "eagle3": ("method", "num_speculative_tokens", "model", "revision"),
 }
@@ -20,6 +28,11 @@ MOST_DRAFTS = 32
 
 LONGEST_NGRAM = 64
 _DEFAULT_NGRAM = 5
+
+DEEPEST_TREE = 256
+MOST_CACHED_REQUESTS = 1_000_000
+_DEFAULT_DEPTH, _DEFAULT_CACHED_REQUESTS = 24, 10_000
+_HIGHEST_FACTOR, _DEFAULT_FACTOR, _DEFAULT_PROBABILITY = 32.0, 1.0, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +48,25 @@ class NgramSpeculation:
     num_speculative_tokens: int
     prompt_lookup_max: int
     prompt_lookup_min: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixSpeculation:
+    """Drafts are what most often followed the text's last tokens, in itself and in other outputs of its scope (SuffixDecoding, Oliaro et al. 2024).
+
+    Attributes:
+        num_speculative_tokens: The most drafts of a sequence in a step.
+        max_tree_depth: What the tokens that match and the drafts behind them come to at most.
+        max_cached_requests: Outputs that a worker keeps; 0 for none, so that a text is looked up in itself alone.
+        max_spec_factor: Drafts per token that matches.
+        min_token_prob: A draft that is less likely than this, with those before it, is not made.
+    """
+
+    num_speculative_tokens: int
+    max_tree_depth: int = _DEFAULT_DEPTH
+    max_cached_requests: int = _DEFAULT_CACHED_REQUESTS
+    max_spec_factor: float = _DEFAULT_FACTOR
+    min_token_prob: float = _DEFAULT_PROBABILITY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +99,7 @@ class Eagle3Speculation:
     revision: str | None = None
 
 
-Speculation = NgramSpeculation | DraftModelSpeculation | Eagle3Speculation
+Speculation = NgramSpeculation | SuffixSpeculation | DraftModelSpeculation | Eagle3Speculation
 
 
 def read_speculative(config: Mapping[str, object]) -> Speculation | None:
@@ -87,6 +119,8 @@ def read_speculative(config: Mapping[str, object]) -> Speculation | None:
         if name not in _FIELDS[method]:
             raise _refused(name, f"is no setting of the method {method}")
     num_drafts = _number(config, "num_speculative_tokens", MOST_DRAFTS)
+    if method == "suffix":
+        return _suffix(config, num_drafts)
     if num_drafts is None:
         raise _refused("num_speculative_tokens", "must be given")
     if method == "ngram":
@@ -111,13 +145,37 @@ def _ngram(config: Mapping[str, object], num_drafts: int) -> NgramSpeculation:
     )
 
 
-def _number(config: Mapping[str, object], name: str, most: int) -> int | None:
+def _suffix(config: Mapping[str, object], num_drafts: int | None) -> SuffixSpeculation:
+    depth = _number(config, "suffix_decoding_max_tree_depth", DEEPEST_TREE, least=2)
+    cached = _number(config, "suffix_decoding_max_cached_requests", MOST_CACHED_REQUESTS, least=0)
+    factor = _share(config, "suffix_decoding_max_spec_factor", _HIGHEST_FACTOR)
+    probability = _share(config, "suffix_decoding_min_token_prob", 1.0)
+    depth = _DEFAULT_DEPTH if depth is None else depth
+    return SuffixSpeculation(
+        num_speculative_tokens=num_drafts or min(depth, MOST_DRAFTS),
+        max_tree_depth=depth,
+        max_cached_requests=_DEFAULT_CACHED_REQUESTS if cached is None else cached,
+        max_spec_factor=_DEFAULT_FACTOR if factor is None else factor,
+        min_token_prob=_DEFAULT_PROBABILITY if probability is None else probability,
+    )
+
+
+def _number(config: Mapping[str, object], name: str, most: int, *, least: int = 1) -> int | None:
     value = config.get(name)
     if value is None:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise _refused(name, f"must be a whole number from 1 to {most}, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise _refused(name, f"must be a whole number from {least} to {most}, got {value!r}")
     return value
+
+
+def _share(config: Mapping[str, object], name: str, most: float) -> float | None:
+    value = config.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
+        raise _refused(name, f"must be a number from 0 to {most:g}, got {value!r}")
+    return float(value)
 
 
 def _text(config: Mapping[str, object], name: str) -> str | None:

@@ -161,7 +161,7 @@ FLAGS: tuple[Flag, ...] = (
         "--speculative-config",
         path="engine.speculative_config",
         help='guess tokens that one step confirms: {"method": "ngram", "num_speculative_tokens": 5}'
-        ' or {"method": "draft_model", "model": PATH, "num_speculative_tokens": 3}',
+        ' or {"method": "suffix"} or {"method": "draft_model", "model": PATH, "num_speculative_tokens": 3}',
         metavar="JSON",
     ),
     _flag(

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from baton_engine.scheduling.suffixes import SuffixIndex
+
 _WINDOW = 8192
 """N-grams of one text that are kept, its last ones: 2 MB at most."""
 
@@ -120,7 +122,7 @@ class SequenceDrafts:
         num_accepted: Of the drafts of the step that is computed.
     """
 
-    index: NgramIndex | None = None
+    index: NgramIndex | SuffixIndex | None = None
     proposed: list[int] = field(default_factory=list)
     num_written: int = 0
     verified: float = FIRST_WEIGHT

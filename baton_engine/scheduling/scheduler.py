@@ -192,6 +192,8 @@ class Scheduler:
                 return self._release(command)
             case FlushCache():
                 self._blocks.flush()
+                if self._speculator is not None:
+                    self._speculator.flush()
                 return []
 
     def _arrive(self, asked: AddRequest, constraint: TokenConstraint | None) -> list[SeqEvent]:
@@ -478,6 +480,8 @@ class Scheduler:
         """A sequence ends; with the last one its request does. A step in flight that still has it draws nothing that counts."""
         self._cache.free(sequence)
         sequence.constraint = None
+        if self._speculator is not None:
+            self._speculator.ended(sequence)
         self._queues.move(sequence, State.ENDED)
         if not sequence.request.sequences:
             del self._requests[sequence.seq_id]

@@ -16,13 +16,20 @@ Pure.
 
 from collections.abc import Sequence as SequenceOf
 
-from baton.config.speculative import Eagle3Speculation, NgramSpeculation, Speculation
+from baton.config.speculative import (
+    Eagle3Speculation,
+    NgramSpeculation,
+    Speculation,
+    SuffixSpeculation,
+)
+from baton.ids import LegKind
 from baton_engine.ports import SpeculationCounts
 from baton_engine.scheduling.drafts import FIRST_CHANCE, FIRST_WEIGHT, NgramIndex, SequenceDrafts
 from baton_engine.scheduling.in_flight import InFlightStep
 from baton_engine.scheduling.plan import Row
 from baton_engine.scheduling.request import Sequence, State
 from baton_engine.scheduling.step_cost import StepCost
+from baton_engine.scheduling.suffixes import SuffixDrafter, SuffixIndex
 
 _TRY_AGAIN_AFTER, _MOST_PATIENCE = 32, 256
 """Where drafts do not pay, one is computed all the same once the text is longer by so many tokens: it may begin to repeat itself. Each time
@@ -77,7 +84,7 @@ class Speculator:
 
     def __init__(self, config: Speculation, cost: StepCost, most_rows: int | None = None) -> None:
         self._config = config
-        self._ngrams = config if isinstance(config, NgramSpeculation) else None
+        self._suffixes = SuffixDrafter(config) if isinstance(config, SuffixSpeculation) else None
         self._cost = cost
         self.most_rows = most_rows
         self._worth: dict[Sequence, int] = {}
@@ -93,6 +100,8 @@ class Speculator:
         """The drafts of another step are asked for, in which these decode."""
         self._worth = self._counts(running)
         self._left_to_read = _READ_PER_STEP
+        if self._suffixes is not None:
+            self._left_to_read -= self._suffixes.read_ended(_READ_PER_STEP // 2)
         self._num_steps += 1
         self._may_probe = True
         if self.has_model:
@@ -101,7 +110,7 @@ class Speculator:
     @property
     def has_model(self) -> bool:
         """Whether drafts are asked of a model, step by step: those that are `wanted` are `proposed`, and then chosen."""
-        return self._ngrams is None
+        return not isinstance(self._config, NgramSpeculation | SuffixSpeculation)
 
     def wanted(self, sequence: Sequence) -> int:
         """How many drafts of a running sequence are worth computing in this step; one where none are, for one sequence in a step whose
@@ -115,7 +124,7 @@ class Speculator:
                 return 0
             self._may_probe = False
         if sequence.drafts is None:
-            sequence.drafts = self._new_drafts()
+            sequence.drafts = self._new_drafts(sequence)
         sequence.drafts.tried_at = len(sequence.tokens)
         paced = self._of_model if self.has_model else sequence.drafts
         paced.patience = _TRY_AGAIN_AFTER if worth else min(2 * paced.patience, _MOST_PATIENCE)
@@ -157,12 +166,33 @@ class Speculator:
         left = sequence.request.final_len - len(sequence.tokens) - 1
         return min(self._config.num_speculative_tokens, left)
 
-    def _new_drafts(self) -> SequenceDrafts:
+    def _new_drafts(self, sequence: Sequence) -> SequenceDrafts:
         """Of a model as much is expected for another text as it has been worth for those before."""
-        if self._ngrams is None:
+        index: NgramIndex | SuffixIndex
+        if self._suffixes is not None:
+            scope = sequence.request.prompt.cache_scope
+            index = self._suffixes.index(scope, sequence.prompt_len)
+        elif isinstance(self._config, NgramSpeculation):
+            index = NgramIndex(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
+        else:
             return SequenceDrafts(accepted=self._of_model.chance * FIRST_WEIGHT)
-        shortest, longest = self._ngrams.prompt_lookup_min, self._ngrams.prompt_lookup_max
-        return SequenceDrafts(index=NgramIndex(shortest, longest), patience=_TRY_AGAIN_AFTER)
+        return SequenceDrafts(index=index, patience=_TRY_AGAIN_AFTER)
+
+    def ended(self, sequence: Sequence) -> None:
+        """A sequence has ended: what was generated for it may help others of its scope."""
+        if self._suffixes is None or sequence.request.search is not None:
+            return
+        if sequence.request.kind is LegKind.PREFILL or sequence.num_generated < 2:
+            return
+        if sequence.drafts is None:
+            sequence.drafts = self._new_drafts(sequence)
+        if isinstance(sequence.drafts.index, SuffixIndex):
+            sequence.drafts.index.end(sequence.tokens)
+
+    def flush(self) -> None:
+        """Nothing that was generated is kept for others any more."""
+        if self._suffixes is not None:
+            self._suffixes.flush()
 
     def _usable(self, sequence: Sequence, found: SequenceOf[int]) -> list[int]:
         """Those of the leading ones with which the text can go on."""

@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from baton.config.speculative import (
     DraftModelSpeculation,
     Eagle3Speculation,
     NgramSpeculation,
+    SuffixSpeculation,
     read_speculative,
 )
 from baton.errors import ConfigError
@@ -405,6 +407,41 @@ def test_speculation_is_asked_for_in_the_json_of_vllm(asked, shortest, longest):
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, SuffixSpeculation(num_speculative_tokens=24)),
+        (
+            {"suffix_decoding_max_tree_depth": 64},
+            SuffixSpeculation(num_speculative_tokens=32, max_tree_depth=64),
+        ),
+        (
+            {
+                "num_speculative_tokens": 8,
+                "suffix_decoding_max_tree_depth": 16,
+                "suffix_decoding_max_cached_requests": 0,
+                "suffix_decoding_max_spec_factor": 2,
+                "suffix_decoding_min_token_prob": 0,
+            },
+            SuffixSpeculation(
+                num_speculative_tokens=8,
+                max_tree_depth=16,
+                max_cached_requests=0,
+                max_spec_factor=2.0,
+                min_token_prob=0.0,
+            ),
+        ),
+    ],
+)
+def test_suffix_decoding_is_asked_for_in_the_json_of_vllm(given, wanted):
+    text = json.dumps({"method": "suffix"} | given)
+    config = from_json(to_json(load(flags=[speculative(text)])))
+    assert read_speculative(config.engine.speculative_config) == wanted
+    default = SuffixSpeculation(num_speculative_tokens=1)
+    assert (default.max_tree_depth, default.max_cached_requests) == (24, 10_000)
+    assert (default.max_spec_factor, default.min_token_prob) == (1.0, 0.1)
+
+
 def test_a_draft_model_is_asked_for_in_the_json_of_vllm():
     text = '{"method": "draft_model", "model": "small", "num_speculative_tokens": 3}'
     config = from_json(to_json(load(flags=[speculative(text)])))
@@ -428,10 +465,33 @@ def test_nothing_is_speculated_unless_asked_for():
 @pytest.mark.parametrize(
     ("text", "field", "why"),
     [
-        ('{"num_speculative_tokens": 3}', "method", "must be one of ngram, draft_model"),
+        ('{"num_speculative_tokens": 3}', "method", "must be one of ngram, suffix, draft_model"),
         ('{"method": "eagle", "num_speculative_tokens": 3}', "method", "eagle is not built"),
         ('{"method": "eagle3", "num_speculative_tokens": 3}', "model", "must be given"),
-        ('{"method": "suffix", "num_speculative_tokens": 3}', "method", "suffix is not built"),
+        ('{"method": "medusa", "num_speculative_tokens": 3}', "method", "medusa is not built"),
+        ('{"method": "suffix", "num_speculative_tokens": 33}', "num_speculative_tokens", "1 to 32"),
+        ('{"method": "suffix", "model": "x"}', "model", "is no setting of the method suffix"),
+        ('{"method": "suffix", "prompt_lookup_max": 2}', "prompt_lookup_max", "is no setting of"),
+        *(
+            (
+                f'{{"method": "suffix", "suffix_decoding_{name}": {value}}}',
+                f"suffix_decoding_{name}",
+                why,
+            )
+            for name, value, why in (
+                ("max_tree_depth", "1", "a whole number from 2 to 256"),
+                ("max_tree_depth", "257", "a whole number from 2 to 256"),
+                ("max_tree_depth", '"24"', "a whole number from 2 to 256"),
+                ("max_cached_requests", "-1", "a whole number from 0 to 1000000"),
+                ("max_cached_requests", "1.5", "a whole number from 0 to 1000000"),
+                ("max_spec_factor", "-0.1", "a number from 0 to 32"),
+                ("max_spec_factor", "33", "a number from 0 to 32"),
+                ("max_spec_factor", "true", "a number from 0 to 32"),
+                ("min_token_prob", "1.01", "a number from 0 to 1"),
+                ("min_token_prob", '"0.1"', "a number from 0 to 1"),
+                ("corpus_tokens", "1000", "is no setting of the method suffix"),
+            )
+        ),
         ('{"method": "draft_model", "model": "x"}', "num_speculative_tokens", "must be given"),
         ('{"method": "draft_model", "num_speculative_tokens": 3}', "model", "must be given"),
         (

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from baton.config.speculative import DraftModelSpeculation, Eagle3Speculation, NgramSpeculation
+from baton.config.speculative import (
+    DraftModelSpeculation,
+    Eagle3Speculation,
+    NgramSpeculation,
+    SuffixSpeculation,
+)
 from baton.errors import EngineError, InvariantError
 from baton.generation import FinishReason, Prompt, SloTargets
 from baton.ids import SeqId
@@ -439,6 +444,7 @@ class Story:
 DRAFTER = DraftModelSpeculation(num_speculative_tokens=3, model="")
 HEAD = Eagle3Speculation(num_speculative_tokens=3, model="")
 NGRAMS = NgramSpeculation(num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
+SUFFIXES = SuffixSpeculation(num_speculative_tokens=3, max_cached_requests=4)
 
 
 @settings(max_examples=150, deadline=None)
@@ -453,7 +459,7 @@ NGRAMS = NgramSpeculation(num_speculative_tokens=3, prompt_lookup_max=2, prompt_
         preemption=st.sampled_from(sorted(PREEMPTION_ORDERS)),
         output_headroom=st.sampled_from([0.0, 0.0, 1.0]),
     ),
-    speculation=st.sampled_from([None, NGRAMS, DRAFTER, HEAD]),
+    speculation=st.sampled_from([None, NGRAMS, SUFFIXES, DRAFTER, HEAD]),
 )
 def test_any_story_ends_as_it_does_without_looking_ahead(
     actions, block_tokens, pages_tokens, caching, policy, speculation

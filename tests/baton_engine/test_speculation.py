@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config.schema import GrammarConfig
-from baton.config.speculative import NgramSpeculation
+from baton.config.speculative import NgramSpeculation, SuffixSpeculation
 from baton.errors import EngineError
 from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample, WorkerLoad
 from baton.ids import SeqId
@@ -19,7 +19,7 @@ from baton.tokens import PackedTokens
 from baton_engine.fakes.engine import FakeRunner
 from baton_engine.grammar import load_compiler
 from baton_engine.loop import StepTimes
-from baton_engine.messages import Abort, Generate, Prefill, Receive
+from baton_engine.messages import Abort, FlushCache, Generate, Prefill, Receive
 from baton_engine.models.config import load_spec
 from baton_engine.ports import KvSource
 from baton_engine.scheduling.drafts import NgramIndex, SequenceDrafts
@@ -35,6 +35,7 @@ from tests.baton_engine.tiny_models import make_model
 from tests.baton_engine.whole_engine import WholeEngine, hand_off
 
 NGRAMS = NgramSpeculation(num_speculative_tokens=4, prompt_lookup_max=3, prompt_lookup_min=1)
+SUFFIXES = SuffixSpeculation(num_speculative_tokens=4)
 VOCAB = 4
 """So few that n-grams come again, and some drafts are right by chance."""
 
@@ -136,9 +137,10 @@ ASKED = st.builds(
     ends=st.booleans(),
     num_drafts=st.integers(1, 6),
     aborted=st.integers(0, 12),
+    by_suffix=st.booleans(),
 )
 def test_any_schedule_draws_what_a_text_alone_draws_without_drafts(
-    asked, block_tokens, pages_tokens, budget, caching, ends, num_drafts, aborted
+    asked, block_tokens, pages_tokens, budget, caching, ends, num_drafts, aborted, by_suffix
 ):
     world = World(
         some(
@@ -148,7 +150,9 @@ def test_any_schedule_draws_what_a_text_alone_draws_without_drafts(
         ),
         eos_ids=(3,) if ends else (),
         enable_prefix_caching=caching,
-        speculation=NgramSpeculation(
+        speculation=SuffixSpeculation(num_speculative_tokens=num_drafts, max_cached_requests=3)
+        if by_suffix
+        else NgramSpeculation(
             num_speculative_tokens=num_drafts, prompt_lookup_max=3, prompt_lookup_min=1
         ),
     )
@@ -223,12 +227,15 @@ def by_sample(tokens: tuple[TokenSample, ...]) -> dict[int, list[TokenSample]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, torch.float32) for name in REQUESTS), ("logprobs", torch.bfloat16)],
+    ("name", "dtype", "by"),
+    [
+        *((name, torch.float32, by) for name in REQUESTS for by in (NGRAMS, SUFFIXES)),
+        ("logprobs", torch.bfloat16, NGRAMS),
+    ],
 )
-def test_a_model_draws_the_same_bits_with_drafts_and_without(model, compiler, name, dtype):
+def test_a_model_draws_the_same_bits_with_drafts_and_without(model, compiler, name, dtype, by):
     told: list[list[dict[int, list[TokenSample]]]] = []
-    for speculation in (None, NGRAMS):
+    for speculation in (None, by):
         engine = WholeEngine(model, dtype=dtype, grammars=compiler, speculation=speculation)
         engine.tell(
             Generate(seq_id=ONE, prompt=asked(name)),
@@ -245,11 +252,12 @@ def test_a_model_draws_the_same_bits_with_drafts_and_without(model, compiler, na
 
 
 @pytest.mark.parametrize("name", ["penalties", "grammar"])
-def test_a_pair_with_drafts_draws_what_one_worker_draws_without(model, compiler, name):
+@pytest.mark.parametrize("by", [NGRAMS, SUFFIXES])
+def test_a_pair_with_drafts_draws_what_one_worker_draws_without(model, compiler, name, by):
     alone = WholeEngine(model, grammars=compiler)
     alone.tell(Generate(seq_id=ONE, prompt=asked(name)))
     alone.run()
-    source, target = (WholeEngine(model, grammars=compiler, speculation=NGRAMS) for _ in range(2))
+    source, target = (WholeEngine(model, grammars=compiler, speculation=by) for _ in range(2))
     source.tell(Prefill(seq_id=ONE, prompt=asked(name)))
     source.run()
     (held,) = [s.blocks for r in source.scheduler._requests.values() for s in r.sequences]
@@ -277,6 +285,56 @@ def test_looking_ahead_and_drafts_go_together(model, compiler, name):
         )
         drawn.append(tokens)
     assert drawn[0] == drawn[1]
+
+
+def drafted_of(world: World, name: str, scope: str) -> tuple[int, int]:
+    """Drafts of one more request with the prompt of all others, and those of them that were accepted."""
+    counts = world.scheduler.speculation_counts
+    assert counts is not None
+    before = counts.draft_tokens, counts.accepted_tokens
+    world.tell(Generate(seq_id=SeqId(name), prompt=prompt((1, 2, 3), scope=scope, max_tokens=40)))
+    world.run()
+    world.assert_empty()
+    assert world.tokens(name) == world.undisturbed(prompt((1, 2, 3), max_tokens=40))
+    return counts.draft_tokens - before[0], counts.accepted_tokens - before[1]
+
+
+def test_what_one_request_was_told_drafts_the_next_one_of_its_scope_alone():
+    world = World(limits(vocab_size=100_000), speculation=SUFFIXES)
+    assert drafted_of(world, "first", "a") == (0, 0)
+    assert drafted_of(world, "of another", "b") == (0, 0)
+    assert drafted_of(world, "with a salt", "1:a/salt") == (0, 0)
+    steps = len(world.plans)
+    drafts, accepted = drafted_of(world, "second", "a")
+    assert drafts == accepted > 20
+    assert len(world.plans) - steps < 20
+
+
+def test_samples_that_run_together_draft_each_other():
+    world = World(limits(vocab_size=100_000), speculation=SUFFIXES)
+    asked_for = prompt((1, 2, 3), max_tokens=40)
+    world.tell(Generate(seq_id=ONE, prompt=asked_for))
+    for _ in range(20):
+        world.step()
+    world.tell(Generate(seq_id=TWO, prompt=asked_for))
+    world.run()
+    counts = world.scheduler.speculation_counts
+    assert counts is not None
+    assert counts.accepted_tokens > 10
+    assert world.tokens("one") == world.tokens("two") == world.undisturbed(asked_for)
+
+
+def test_a_flush_takes_the_outputs_with_it():
+    world = World(limits(vocab_size=100_000), speculation=SUFFIXES)
+    drafted_of(world, "first", "a")
+    world.tell(FlushCache())
+    assert drafted_of(world, "second", "a") == (0, 0)
+
+
+def test_no_outputs_are_kept_where_none_are_to_be():
+    world = World(limits(vocab_size=100_000), speculation=replace(SUFFIXES, max_cached_requests=0))
+    assert drafted_of(world, "first", "a") == (0, 0)
+    assert drafted_of(world, "second", "a") == (0, 0)
 
 
 class Broken:

@@ -18,7 +18,10 @@ pytestmark = pytest.mark.alone
 PAIR = ("--prefill-workers", "1", "--decode-workers", "1")
 HYBRID = ("--hybrid-workers", "1")
 COMMON = ("--dtype", "float32", "--kv-cache-memory", "32MiB", "--deterministic")
-DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}'
+NEEDS_NO_WEIGHTS = {
+    "ngram": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}',
+    "suffix": '{"method": "suffix"}',
+}
 FEW = {"allowed_token_ids": [66, 67, 68, 69], "logprobs": 2}
 ASKED: tuple[dict[str, Any], ...] = (
     FEW | {"temperature": 0},
@@ -29,7 +32,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("by", ["ngram", "draft_model", "eagle3"])
+@pytest.mark.parametrize("by", ["ngram", "suffix", "draft_model", "eagle3"])
 def test_a_pair_that_guesses_answers_as_a_worker_that_does_not(tmp_path: Path, by: str) -> None:
     model = make_model(tmp_path / "llama", "llama", num_layers=3)
     with serve(str(model), *HYBRID, *COMMON) as cluster, cluster.client() as http:
@@ -38,8 +41,9 @@ def test_a_pair_that_guesses_answers_as_a_worker_that_does_not(tmp_path: Path, b
         text = plain[0][0]["text"]
         stops = [{"temperature": 0, "stop": [text[at : at + 3]]} | FEW for at in (9, 14, 20)]
         plain += [_choices(http, fields) for fields in stops]
-    config = DRAFTS
-    if by != "ngram":
+    if by in NEEDS_NO_WEIGHTS:
+        config = NEEDS_NO_WEIGHTS[by]
+    else:
         drafter = tmp_path / "drafter"
         if by == "eagle3":
             make_eagle3_head(drafter)
@@ -64,7 +68,7 @@ def test_a_pair_that_guesses_answers_as_a_worker_that_does_not(tmp_path: Path, b
     assert 0 < accepted_first <= drafts <= drafted
     assert accepted_first <= accepted <= drafted
     # Whether a model's drafts pay depends on how quick this machine is; some are made all the same.
-    assert accepted > (20 if by == "ngram" else 0)
+    assert accepted > (20 if by in NEEDS_NO_WEIGHTS else 0)
 
 
 def _choices(http: httpx.Client, fields: dict[str, Any]) -> list[dict[str, Any]]:
