@@ -12,6 +12,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -41,10 +42,22 @@ class NativeExtension(Extension):
 class BuildNative(build_ext):
     """Compiles with the plain compiler, since flags meant for extension modules of Python could change results."""
 
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = [
+        *build_ext.user_options,
+        ("variant=", None, "build this variant instead of those by default"),
+    ]
+
+    def initialize_options(self) -> None:
+        """As setuptools wants it."""
+        super().initialize_options()
+        self.variant: str | None = None
+
     def run(self) -> None:
         """Builds what is missing or older than its sources."""
         in_tree = self.inplace or self.editable_mode
         wanted = native.runnable_variants()[:1] if in_tree else native.VARIANTS
+        if self.variant:
+            wanted = [variant for variant in native.VARIANTS if variant.name == self.variant]
         todo = [ext for ext in self.extensions if ext.variant in wanted]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda ext: self._build(ext, in_tree), todo))

@@ -35,6 +35,11 @@ class Variant:
     needs: frozenset[str] = frozenset()
     flags: tuple[str, ...] = ()
 
+    @property
+    def fuses(self) -> bool:
+        """Whether it has a vector instruction that multiplies and adds."""
+        return "fma" in self.needs or platform.machine() == "aarch64"
+
 
 _V3_FLAGS = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"])
 _V4_FLAGS = _V3_FLAGS | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
@@ -130,18 +135,27 @@ def runnable_variants() -> list[Variant]:
     return [variant for variant in VARIANTS if variant.needs <= cpu_flags()]
 
 
+def built_variant(library: Library) -> Variant:
+    """The fastest variant of the library that this processor runs, of those that are built.
+
+    Raises:
+        NotBuiltError: There is none.
+    """
+    for variant in runnable_variants():
+        if library.file(variant).exists():
+            return variant
+    raise NotBuiltError(f"{library.path} is not built; with a compiler, `make native` builds it")
+
+
 def find(library: Library) -> Path:
     """The library's file for this processor.
 
     Raises:
         NotBuiltError: There is none, or it is older than its sources.
     """
-    for variant in runnable_variants():
-        file = library.file(variant)
-        if file.exists():
-            _check_fresh(library, file)
-            return file
-    raise NotBuiltError(f"{library.path} is not built; with a compiler, `make native` builds it")
+    file = library.file(built_variant(library))
+    _check_fresh(library, file)
+    return file
 
 
 def load(library: Library) -> ctypes.CDLL:

@@ -32,7 +32,7 @@ from baton_engine.device import (
 from baton_engine.draft_model import DraftModel
 from baton_engine.eagle3_drafter import Eagle3Drafter
 from baton_engine.host import ThreadEngineHost
-from baton_engine.kernels.cpu.product_choice import Bfloat16Product, choose_product
+from baton_engine.kernels.cpu.product_choice import Bfloat16Product, choose_product, rounding
 from baton_engine.kernels.ports import BatchInvariant
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.kernels.select import check_deterministic, check_quantization, choose_kv_dtype
@@ -293,7 +293,7 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
     spec = quantised(spec, model.quantization)
     if config.deterministic:
         check_deterministic(device, dtype)
-        spec = pinned(spec, gpu_kind(device) or product)
+        spec = pinned(spec, gpu_kind(device) or rounding(product))
     speculation = read_speculative(config.speculative_config)
     drafter = _choose_drafter(speculation, spec, path, model.quantization)
     widened = is_widened(spec, model.dtype, dtype)

@@ -49,11 +49,11 @@ class EngineConfig:
         max_num_batched_tokens: Token budget of one step.
         enable_prefix_caching: Keep finished blocks for later prompts.
         num_threads: Threads for computing on the CPU; None divides the machine's cores among its workers.
-        cpu_product: What multiplies bfloat16 weights on a CPU: `panels`, own code for AVX-512 in float32; `pairs`, the
-            same in bfloat16, where the processor multiplies it; `onednn`, torch's of bfloat16; `widened`, torch's of
-            float32; or `auto`, which takes the fastest: compared once per kind of processor, in under a second, and
-            kept in the user's cache directory. Where `deterministic` is set, give all workers the same; `auto` is
-            refused beside it where nothing can be kept.
+        cpu_product: What multiplies bfloat16 weights on a CPU: `panels`, own code in float32; `pairs`, the same in bfloat16,
+            where the processor multiplies it; `onednn`, torch's of bfloat16; `mixed`, `pairs` for decodes and `onednn` for
+            prompts, with the weights held twice; `widened`, torch's of float32; or `auto`, which takes the fastest: compared
+            once per kind of processor, in about a second, and kept in the user's cache directory. Where `deterministic` is set,
+            give all workers the same; `auto` is refused beside it where nothing can be kept, `mixed` always.
         cuda_graphs: On a GPU, launch the kernels of a decode step all at once; captured at start, which takes some seconds.
         plan_ahead: Plan a step of nothing but decodes, and launch it, while the one before it is computed, so that no GPU waits
             for the host between them; a request that comes meanwhile begins up to a step later. None does so on a GPU; on a CPU

@@ -189,7 +189,7 @@ class Decoder:
     """A model with its weights on one device.
 
     Attributes:
-        whole_layers: Computes the same layers in one call; None where that does not run.
+        whole_layers: Computes the same layers in one call, of steps of up to its `most_tokens`; None where that does not run.
         greedy: From logits to each row's likeliest token (`greedy_tokens`), where that is part of a step that is repeated.
     """
 
@@ -238,9 +238,12 @@ class Decoder:
     ) -> torch.Tensor:
         """The same up to the output head: `[num_logits, hidden]`, normalised."""
         residual = self.embedding(step.tokens)
-        if self.whole_layers is not None:
+        whole = self.whole_layers
+        if whole is not None and (
+            whole.most_tokens is None or len(step.tokens) <= whole.most_tokens
+        ):
             flow = Flow(x=torch.zeros_like(residual), residual=residual)
-            flow = self._run_whole(self.whole_layers, flow, step, arena, hooks, observer)
+            flow = self._run_whole(whole, flow, step, arena, hooks, observer)
             return self.final_norm.add(flow.x, flow.residual)
         rotation = self.rotary(step.positions)
         observed: list[torch.Tensor] = []

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from baton_engine.kernels.cpu.matmul import BFloat16Panels, Int8Panels, reads_bfloat16
-from baton_engine.kernels.cpu.product_choice import IN_PANELS, Bfloat16Product
+from baton_engine.kernels.cpu.matmul import (
+    BFloat16Panels,
+    Int8Panels,
+    multiplies_bfloat16,
+    reads_bfloat16,
+)
+from baton_engine.kernels.cpu.product_choice import FEW_TOKENS, IN_PANELS, Bfloat16Product
 from baton_engine.kernels.ports import BatchInvariant, KernelSet
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
@@ -51,6 +56,18 @@ class PackedLinear:
         return product
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedProduct:
+    """Two forms of one matrix: steps of up to `FEW_TOKENS` read `few`, longer ones multiply by `many`."""
+
+    few: BFloat16Panels
+    many: Projection
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `[num_tokens, in]` to `[num_tokens, out]`."""
+        return self.few(x) if x.shape[0] <= FEW_TOKENS else self.many(x)
+
+
 def pack(
     linear: Linear, quantization: str = "none", product: Bfloat16Product = Bfloat16Product.ONEDNN
 ) -> Projection:
@@ -68,6 +85,9 @@ def pack(
         return linear
     if weight.dtype == torch.bfloat16 and product in IN_PANELS:
         return BFloat16Panels.pack(weight, linear.bias, pairs=product is Bfloat16Product.PAIRS)
+    if weight.dtype == torch.bfloat16 and product is Bfloat16Product.MIXED:
+        few = BFloat16Panels.pack(weight, linear.bias, pairs=multiplies_bfloat16())
+        return MixedProduct(few=few, many=pack(linear, product=Bfloat16Product.ONEDNN))
     if not _can_pack(weight.dtype):
         return linear
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)

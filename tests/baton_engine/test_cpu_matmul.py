@@ -10,9 +10,9 @@ from baton_engine.kernels.cpu.matmul import (
     multiplies_int8,
     reads_bfloat16,
 )
-from baton_engine.kernels.cpu.product_choice import Bfloat16Product
+from baton_engine.kernels.cpu.product_choice import FEW_TOKENS, Bfloat16Product
 from baton_engine.kernels.reference import linear_int8, quantise_columns
-from baton_engine.models.linear import Linear, pack
+from baton_engine.models.linear import Linear, MixedProduct, pack
 
 ROWS = (1, 2, 3, 4, 5, 7, 11, 12, 13, 25, 250)
 SIZES = pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (63, 31), (64, 33), (577, 300)])
@@ -23,7 +23,7 @@ needs_pairs = pytest.mark.skipif(
     not multiplies_bfloat16(), reason="this processor multiplies no bfloat16 with AVX-512"
 )
 needs_panels = pytest.mark.skipif(
-    not reads_bfloat16(), reason="this processor has no AVX-512, or the kernels are not built"
+    not reads_bfloat16(), reason="the kernels are not built for vectors that multiply and add"
 )
 needs_int8 = pytest.mark.skipif(
     not multiplies_int8(), reason="this processor has no AVX-512 VNNI, or the kernels are not built"
@@ -184,3 +184,13 @@ def test_bfloat16_weights_are_packed_in_panels():
 @needs_int8
 def test_int8_is_what_was_asked_for():
     assert isinstance(pack(Linear(weight=torch.randn(8, 8)), "int8"), Int8Panels)
+
+
+@needs_panels
+def test_a_matrix_that_is_held_twice_is_read_for_few_tokens_and_multiplied_for_many():
+    mixed = pack(Linear(weight=_weight(64, 64)), product=Bfloat16Product.MIXED)
+    assert isinstance(mixed, MixedProduct)
+    few, many = torch.randn(FEW_TOKENS, 64).bfloat16(), torch.randn(FEW_TOKENS + 1, 64).bfloat16()
+    assert torch.equal(mixed(few), mixed.few(few))
+    assert torch.equal(mixed(many), mixed.many(many))
+    torch.testing.assert_close(mixed.few(many), mixed.many(many), atol=0.2, rtol=2e-2)

@@ -5,7 +5,7 @@ import torch
 
 from baton.generation import SamplingParams
 from baton_engine.kernels.cpu.matmul import multiplies_bfloat16, multiplies_int8, reads_bfloat16
-from baton_engine.kernels.cpu.product_choice import Bfloat16Product
+from baton_engine.kernels.cpu.product_choice import FEW_TOKENS, Bfloat16Product
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.models.config import load_spec
 from baton_engine.models.inputs import InputBuilder
@@ -21,7 +21,8 @@ KINDS = [
     pytest.param(
         "panels",
         marks=pytest.mark.skipif(
-            not reads_bfloat16(), reason="no AVX-512 here, or no kernels built"
+            not reads_bfloat16(),
+            reason="no vectors here that multiply and add, or no kernels built",
         ),
     ),
     pytest.param(
@@ -142,6 +143,24 @@ def test_scores_are_finite_around_the_borders_of_pages(tmp_path, kind, length):
     for new in {1, length}:
         logits, _ = _run(decoder, [(length, new)])
         assert logits.isfinite().all()
+
+
+@pytest.mark.skipif(not reads_bfloat16(), reason="no vectors here that multiply and add")
+def test_only_steps_of_few_tokens_are_computed_whole_where_weights_are_held_twice(tmp_path):
+    directory = make_model(tmp_path, "llama", dtype=torch.bfloat16)
+    whole = load_decoder(
+        directory,
+        load_spec(directory),
+        torch.bfloat16,
+        CPU,
+        product=Bfloat16Product.MIXED,
+    )
+    assert whole.whole_layers is not None
+    assert whole.whole_layers.most_tokens == FEW_TOKENS
+    parts = replace(whole, whole_layers=None)
+    for rows in (ROWS, ((40, FEW_TOKENS),), ((40, FEW_TOKENS + 1),)):
+        for together, apart in zip(_run(whole, rows), _run(parts, rows), strict=True):
+            assert torch.equal(together, apart)
 
 
 def test_pages_of_eight_bits_are_left_to_the_parts(tmp_path):

@@ -2,9 +2,25 @@
 // What is stored as bfloat16 is widened in registers on the way.
 #pragma once
 
+#include <type_traits>
+
 #include "numeric.h"
 
 namespace baton {
+
+// What is held in registers: sums of so many rows by vectors, besides operands.
+constexpr int ROWS = REGISTERS >= 32 ? 4 : 6;
+constexpr int VECTORS = REGISTERS >= 32 ? 4 : 2;
+constexpr int QUERIES_ABREAST = 4;  // of which each has a sum with every one of four keys
+
+// Calls `body` with `count`, which is at most `MOST`, as a constant; does nothing for 0.
+template <int MOST, typename Body>
+void with_count(int64_t count, Body body) {
+    if constexpr (MOST > 0) {
+        if (count == MOST) return body(std::integral_constant<int, MOST>());
+        with_count<MOST - 1>(count, body);
+    }
+}
 
 // Brings `count` elements nearer, for when the keys or values after these are wanted.
 template <typename E>
@@ -37,13 +53,11 @@ template <int R, typename E>
 void multiply_rows(const float* const* a, int64_t step, const E* const* b, int64_t depth, int64_t cols,
                    float* c, int64_t stride, bool add, const E* const* ahead) {
     int64_t col = 0;
-    for (; col + 4 * LANES <= cols; col += 4 * LANES)
-        multiply_block<R, 4>(a, step, b, depth, col, c, stride, add, ahead);
-    switch ((cols - col) / LANES) {
-        case 3: multiply_block<R, 3>(a, step, b, depth, col, c, stride, add, ahead); break;
-        case 2: multiply_block<R, 2>(a, step, b, depth, col, c, stride, add, ahead); break;
-        case 1: multiply_block<R, 1>(a, step, b, depth, col, c, stride, add, ahead); break;
-    }
+    for (; col + VECTORS * LANES <= cols; col += VECTORS * LANES)
+        multiply_block<R, VECTORS>(a, step, b, depth, col, c, stride, add, ahead);
+    with_count<VECTORS - 1>((cols - col) / LANES, [&](auto vectors) {
+        multiply_block<R, vectors>(a, step, b, depth, col, c, stride, add, ahead);
+    });
 }
 
 // c[rows][cols] (+)= a * b; `cols` is a multiple of LANES.
@@ -51,13 +65,11 @@ template <typename E>
 void multiply(const float* const* a, int64_t step, const E* const* b, int64_t rows, int64_t depth,
               int64_t cols, float* c, int64_t stride, bool add, const E* const* ahead = nullptr) {
     int64_t i = 0;
-    for (; i + 4 <= rows; i += 4, ahead = nullptr)
-        multiply_rows<4>(a + i, step, b, depth, cols, c + i * stride, stride, add, ahead);
-    switch (rows - i) {
-        case 3: multiply_rows<3>(a + i, step, b, depth, cols, c + i * stride, stride, add, ahead); break;
-        case 2: multiply_rows<2>(a + i, step, b, depth, cols, c + i * stride, stride, add, ahead); break;
-        case 1: multiply_rows<1>(a + i, step, b, depth, cols, c + i * stride, stride, add, ahead); break;
-    }
+    for (; i + ROWS <= rows; i += ROWS, ahead = nullptr)
+        multiply_rows<ROWS>(a + i, step, b, depth, cols, c + i * stride, stride, add, ahead);
+    with_count<ROWS - 1>(rows - i, [&](auto left) {
+        multiply_rows<left>(a + i, step, b, depth, cols, c + i * stride, stride, add, ahead);
+    });
 }
 
 // scores[i][key] = query i * key, R queries [R][width], four keys at a time: the last four may run over `keys`, to where the
@@ -78,7 +90,7 @@ void dots(const float* queries, const E* const* keys, int64_t count, int64_t wid
             }
         }
         for (int i = 0; i < R; i++)
-            *reinterpret_cast<Quarter*>(scores + i * stride + j) = sums(acc[i]);
+            *reinterpret_cast<Four*>(scores + i * stride + j) = sums(acc[i]);
     }
 }
 

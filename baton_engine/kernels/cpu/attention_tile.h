@@ -17,6 +17,7 @@
 
 namespace baton {
 
+constexpr int64_t LINE = 16;       // floats of a cache line
 constexpr int64_t FEW = 8;         // up to so many queries take the decode path
 constexpr float NOTHING = -1e30f;  // a running maximum before any key
 constexpr float HIDDEN = -3e38f;   // a masked score: its exponential is 0 against any maximum
@@ -32,7 +33,7 @@ struct Scratch {
     void fit(int64_t lanes, int64_t width) {
         query_rows.resize(width);
         weight_rows.resize(lanes);
-        memory.resize(2 * lanes * width + KEYS * (lanes + 2 * width) + 4 * lanes + LANES);
+        memory.resize(2 * lanes * width + KEYS * (lanes + 2 * width) + 4 * lanes + LINE);
         float* next = memory.data();
         next += (64 - reinterpret_cast<uintptr_t>(next) % 64) % 64 / sizeof(float);
         auto take = [&next](int64_t count) { return std::exchange(next, next + count); };
@@ -181,12 +182,9 @@ class Tile {
             dots<rows>(at.queries + m * width, lines, keys, width, at.scores + m * KEYS, KEYS, m ? nullptr : ahead);
         };
         int64_t done = 0;
-        for (; done + 4 <= count; done += 4) dot(std::integral_constant<int, 4>(), done);
-        switch (count - done) {
-            case 3: dot(std::integral_constant<int, 3>(), done); break;
-            case 2: dot(std::integral_constant<int, 2>(), done); break;
-            case 1: dot(std::integral_constant<int, 1>(), done); break;
-        }
+        for (; done + QUERIES_ABREAST <= count; done += QUERIES_ABREAST)
+            dot(std::integral_constant<int, QUERIES_ABREAST>(), done);
+        with_count<QUERIES_ABREAST - 1>(count - done, [&](auto left) { dot(left, done); });
         for (int64_t m = 0; m < count; m++) {
             float* line = at.scores + m * KEYS;
             int64_t last = at.positions[m], first = last - call.window + 1;

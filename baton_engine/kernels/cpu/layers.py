@@ -120,6 +120,10 @@ class CpuLayers:
         shape: Of every layer.
         layers: Their weights; kept alive from here.
         dtype: Of activations and norms: float32 or bfloat16. Pages hold one of `page_dtypes(dtype)`.
+        most_tokens: Of a step that is to be computed so; None for any number.
+
+    Attributes:
+        most_tokens: The same.
     """
 
     def __init__(
@@ -128,9 +132,12 @@ class CpuLayers:
         shape: LayerShape,
         layers: Sequence[LayerWeights],
         dtype: torch.dtype,
+        *,
+        most_tokens: int | None = None,
     ) -> None:
         if dtype not in SUPPORTED_DTYPES:
             raise ValueError(f"CPU kernels compute in {SUPPORTED_DTYPES}, not {dtype}")
+        self.most_tokens = most_tokens
         self._shape = shape
         self._weights = tuple(layers)
         self._dtype = dtype

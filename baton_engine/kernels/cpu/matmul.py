@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from baton import native
 from baton.cpu_features import cpu_flags
 from baton_engine.kernels.cpu.library import load_library
 from baton_engine.kernels.reference import quantise_columns
 
-PANEL_COLUMNS = 32
-"""Output columns that lie together; must agree with tiles.h."""
 INT8_GROUP = 64
 """Inputs that share a scale of the activations; must agree with matmul_int8.cpp."""
 
@@ -25,18 +24,22 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 def reads_bfloat16() -> bool:
-    """Whether `BFloat16Panels` runs well here: a processor with AVX-512, and the kernels built."""
-    return "avx512f" in cpu_flags() and load_library() is not None
+    """Whether `BFloat16Panels` runs well here: the kernels are built for a processor that multiplies and adds in one instruction."""
+    return load_library() is not None and native.built_variant(native.CPU_KERNELS).fuses
 
 
 def multiplies_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 by itself and sums in float32: AVX-512 with bfloat16, and the kernels built."""
-    return "avx512_bf16" in cpu_flags() and reads_bfloat16()
+    return "avx512_bf16" in cpu_flags() and _built_for("avx512f")
 
 
 def multiplies_int8() -> bool:
     """Whether `Int8Panels` runs here: AVX-512 with VNNI, and the kernels built."""
-    return "avx512_vnni" in cpu_flags() and load_library() is not None
+    return _built_for("avx512_vnni")
+
+
+def _built_for(flag: str) -> bool:
+    return load_library() is not None and flag in native.built_variant(native.CPU_KERNELS).needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class BFloat16Panels:
     """`x @ weight.T + bias` with bfloat16 weights, summed in float32: as exact as if the weights had been widened.
 
     Attributes:
-        panels: `[ceil(out / 32), ceil(in / 2), 32, 2]` bfloat16.
+        panels: `[ceil(out / C), ceil(in / 2), C, 2]` bfloat16, of C = `panel_columns()`.
         bias: `[out]` float32.
         inputs: Width of `x`.
         outputs: Width of the result.
@@ -64,8 +67,8 @@ class BFloat16Panels:
     ) -> "BFloat16Panels":
         """From `weight` `[out, in]` bfloat16, which is copied."""
         outputs, inputs = weight.shape
-        padded = _padded(weight, 2, 0)
-        panels = padded.view(-1, PANEL_COLUMNS, padded.shape[1] // 2, 2).permute(0, 2, 1, 3)
+        padded, columns = _padded(weight, 2, 0), panel_columns()
+        panels = padded.view(-1, columns, padded.shape[1] // 2, 2).permute(0, 2, 1, 3)
         wide = None if bias is None else bias.float().contiguous()
         return cls(
             panels=panels.contiguous(), bias=wide, inputs=inputs, outputs=outputs, pairs=pairs
@@ -104,7 +107,7 @@ class Int8Panels:
     """The same with int8 weights, a scale per output; activations are rounded to int8 per row and 64 inputs on the way in.
 
     Attributes:
-        panels: `[ceil(out / 32), ceil(in / 64) * 16, 32, 4]` uint8, 128 more than the weights.
+        panels: `[ceil(out / C), ceil(in / 64) * 16, C, 4]` uint8, 128 more than the weights; C as above.
         scales: `[out]` float32.
         bias: `[out]` float32.
         inputs: Width of `x`.
@@ -123,7 +126,8 @@ class Int8Panels:
         outputs, inputs = weight.shape
         rounded, scales = quantise_columns(weight)
         shifted = _padded((rounded.short() + 128).to(torch.uint8), INT8_GROUP, 128)
-        panels = shifted.view(-1, PANEL_COLUMNS, shifted.shape[1] // 4, 4).permute(0, 2, 1, 3)
+        columns = panel_columns()
+        panels = shifted.view(-1, columns, shifted.shape[1] // 4, 4).permute(0, 2, 1, 3)
         wide = None if bias is None else bias.float().contiguous()
         return cls(
             panels=panels.contiguous(), scales=scales, bias=wide, inputs=inputs, outputs=outputs
@@ -147,10 +151,18 @@ class Int8Panels:
         return output
 
 
+def panel_columns() -> int:
+    """Output columns that lie together, as tiles.h has it for the processor that the kernels are built for."""
+    library = load_library()
+    assert library is not None  # nothing is packed without one
+    columns: int = library.baton_panel_columns()
+    return columns
+
+
 def _padded(weight: torch.Tensor, depth: int, filling: int) -> torch.Tensor:
     """Columns rounded up to whole panels, inputs to whole `depth`s."""
     outputs, inputs = weight.shape
-    rows = -(-outputs // PANEL_COLUMNS) * PANEL_COLUMNS
+    rows = -(-outputs // panel_columns()) * panel_columns()
     padded = torch.full((rows, -(-inputs // depth) * depth), filling, dtype=weight.dtype)
     padded[:outputs, :inputs] = weight
     return padded

@@ -1,7 +1,7 @@
 // x * weight^T for bfloat16 weights on processors that multiply only float32: weights are read at half the bytes of float32
 // and widened in registers (few rows: the memory is what costs) or once per block of rows (many: the arithmetic is).
 //
-//   weight [panels][inputs / 2][32 columns][2]: a pair of consecutive inputs shares 32 bits, so that widening takes one
+//   weight [panels][inputs / 2][PANEL columns][2]: a pair of consecutive inputs shares 32 bits, so that widening takes one
 //   shift or one mask; columns and inputs beyond the matrix are zero
 
 #include "tiles.h"
@@ -9,7 +9,7 @@
 namespace baton {
 namespace {
 
-constexpr int64_t DEPTH = 192;  // inputs of a widened panel: with a tile of rows 33 KiB, about the nearest cache
+constexpr int64_t DEPTH = 6144 / PANEL;  // inputs of a widened panel: with a tile of rows about the nearest cache
 
 inline Vec low(IntVec pair) { return reinterpret_cast<Vec>(pair << 16); }
 inline Vec high(IntVec pair) {
@@ -23,7 +23,7 @@ template <typename T>
 void pack(const T* x, int64_t rows, int64_t inputs, int64_t depth, int64_t first, int64_t height, float* to) {
     int64_t have = std::min(height, rows - first), turned = 0;
     x += first * inputs;
-    if (height == TILE) {
+    if (TILE <= LANES && height == TILE) {
         // A vector's last lanes spill over the next input, which is written later, and never over the end of the tile.
         for (; turned + LANES < std::min(inputs, depth - 1); turned += LANES) {
             Vec lines[LANES] = {};
@@ -39,39 +39,42 @@ void pack(const T* x, int64_t rows, int64_t inputs, int64_t depth, int64_t first
     }
 }
 
-// sums [R][P * 32] of P panels read from memory, which lie `stride` pairs apart.
+// sums [R][P * PANEL] of P panels read from memory, which lie `stride` pairs apart.
 template <int R, int P>
 __attribute__((noinline)) void stream(const float* a, const uint32_t* weight, int64_t stride, int64_t pairs, float* sums) {
-    Vec acc[R][2 * P] = {};
+    Vec acc[R][P * ACROSS] = {};
     for (int64_t k = 0; k < pairs; k++, a += 2 * R)
-        for (int p = 0; p < P; p++)
-            for (int v = 0; v < 2; v++) {
+        for (int p = 0; p < P; p++) {
+            Vec even[ACROSS], odd[ACROSS];
+            for (int v = 0; v < ACROSS; v++) {
                 IntVec both = load_pairs(weight + p * stride + k * PANEL + v * LANES);
-                Vec even = low(both), odd = high(both);
-                for (int i = 0; i < R; i++) acc[i][2 * p + v] += a[i] * even;
-                for (int i = 0; i < R; i++) acc[i][2 * p + v] += a[R + i] * odd;
+                even[v] = low(both), odd[v] = high(both);
             }
+            for (int i = 0; i < R; i++)
+                for (int v = 0; v < ACROSS; v++) acc[i][p * ACROSS + v] += a[i] * even[v];
+            for (int i = 0; i < R; i++)
+                for (int v = 0; v < ACROSS; v++) acc[i][p * ACROSS + v] += a[R + i] * odd[v];
+        }
     for (int i = 0; i < R; i++)
-        for (int v = 0; v < 2 * P; v++) store(sums + (i * 2 * P + v) * LANES, acc[i][v]);
+        for (int v = 0; v < P * ACROSS; v++) store(sums + i * P * PANEL + v * LANES, acc[i][v]);
 }
 
-// sums [R][32] (+)= a * wide, `wide` [depth][32]. `next` is what will be widened next: it comes nearer meanwhile.
+// sums [R][PANEL] (+)= a * wide, `wide` [depth][PANEL]. `next` is what will be widened next: it comes nearer meanwhile.
 template <int R>
 __attribute__((noinline)) void multiply(const float* a, const float* wide, int64_t depth, float* sums, bool add,
                                         const uint32_t* next) {
-    Vec acc[R][2];
+    Vec acc[R][ACROSS];
     for (int i = 0; i < R; i++)
-        for (int v = 0; v < 2; v++) acc[i][v] = add ? load(sums + (i * 2 + v) * LANES) : Vec{};
+        for (int v = 0; v < ACROSS; v++) acc[i][v] = add ? load(sums + i * PANEL + v * LANES) : Vec{};
     for (int64_t k = 0; k < depth; k++, a += R) {
-        __builtin_prefetch(next + k * LANES, 0, 2);
-        Vec left = load(wide + k * PANEL), right = load(wide + k * PANEL + LANES);
-        for (int i = 0; i < R; i++) {
-            acc[i][0] += a[i] * left;
-            acc[i][1] += a[i] * right;
-        }
+        __builtin_prefetch(next + k * PANEL / 2, 0, 2);
+        Vec column[ACROSS];
+        for (int v = 0; v < ACROSS; v++) column[v] = load(wide + k * PANEL + v * LANES);
+        for (int i = 0; i < R; i++)
+            for (int v = 0; v < ACROSS; v++) acc[i][v] += a[i] * column[v];
     }
     for (int i = 0; i < R; i++)
-        for (int v = 0; v < 2; v++) store(sums + (i * 2 + v) * LANES, acc[i][v]);
+        for (int v = 0; v < ACROSS; v++) store(sums + i * PANEL + v * LANES, acc[i][v]);
 }
 
 void widen_panel(const uint32_t* pairs, int64_t count, float* wide) {
@@ -149,7 +152,7 @@ class Product {
             for (int64_t first = begin; first < end; first += TILE) {
                 float* here = sums + (first - begin) * PANEL;
                 with_height(height(first), [&](auto h) {
-                    multiply<h>(tile(first) + k * h, wide, depth, here, k > 0, from + depth * LANES);
+                    multiply<h>(tile(first) + k * h, wide, depth, here, k > 0, from + depth * PANEL / 2);
                 });
                 // At once: what is written leaves for memory while the next tile is computed.
                 if (last) outputs.put(here, PANEL, first, TILE, panel * PANEL);
@@ -185,6 +188,9 @@ void matmul(const Matrix& matrix, const T* x, T* out, int64_t rows, int num_thre
         baton::matmul<T>({weight, nullptr, bias, inputs, columns}, x, out, rows,                    \
                          static_cast<int>(num_threads));                                            \
     }
+
+// Columns of a panel, by which weights are packed.
+extern "C" int64_t baton_panel_columns() { return baton::PANEL; }
 
 BATON_MATMUL_BFLOAT16(baton_matmul_bfloat16_float32, float)
 BATON_MATMUL_BFLOAT16(baton_matmul_bfloat16_bfloat16, baton::bfloat16)

@@ -1,10 +1,10 @@
-// What the CPU kernels share: vectors of 16 floats, bfloat16 as storage, and an exponential that vectorises.
+// What the CPU kernels share: vectors of floats, bfloat16 as storage, and an exponential that vectorises.
 //
-// Vectors are GCC's portable ones: on AVX-512 one register, elsewhere as many as it takes. All arithmetic is float32;
-// bfloat16 is widened on load and rounded to nearest even on store.
+// Vectors are GCC's portable ones and fill a register of the instruction set. All arithmetic is float32; bfloat16 is widened on
+// load and rounded to nearest even on store.
 #pragma once
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -13,9 +13,21 @@
 
 namespace baton {
 
+#if defined(__AVX512F__)
 constexpr int64_t LANES = 16;
-typedef float Vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t IntVec __attribute__((vector_size(64), aligned(4), may_alias));
+constexpr int REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int64_t LANES = 8;
+constexpr int REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int64_t LANES = 4;
+constexpr int REGISTERS = 32;
+#else
+constexpr int64_t LANES = 4;
+constexpr int REGISTERS = 16;
+#endif
+typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t IntVec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 struct bfloat16 {
     uint16_t bits;
@@ -43,56 +55,70 @@ inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1)
 inline Vec load(const float* from) { return *reinterpret_cast<const Vec*>(from); }
 // GCC 12 widens and narrows vectors in halves and puts them together again, where there is one instruction.
 inline Vec load(const bfloat16* from) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i_u*>(from));
     return reinterpret_cast<Vec>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+#elif defined(__AVX2__)
+    __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i_u*>(from));
+    return reinterpret_cast<Vec>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 #else
-    typedef uint16_t Bits __attribute__((vector_size(32), aligned(2), may_alias));
+    typedef uint16_t Bits __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
     IntVec wide = __builtin_convertvector(*reinterpret_cast<const Bits*>(from), IntVec) << 16;
     return reinterpret_cast<Vec>(wide);
 #endif
 }
 inline void store(float* to, Vec value) { *reinterpret_cast<Vec*>(to) = value; }
 inline void store(bfloat16* to, Vec value) {
-    typedef uint32_t Wide __attribute__((vector_size(64), may_alias));
+    typedef uint32_t Wide __attribute__((vector_size(4 * LANES), may_alias));
     Wide bits = reinterpret_cast<Wide>(value);
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     _mm256_storeu_si256(reinterpret_cast<__m256i_u*>(to), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(bits)));
+#elif defined(__AVX2__)
+    __m256i whole = reinterpret_cast<__m256i>(bits);
+    __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i_u*>(to), halves);
 #else
-    typedef uint16_t Bits __attribute__((vector_size(32), aligned(2), may_alias));
+    typedef uint16_t Bits __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
     *reinterpret_cast<Bits*>(to) = __builtin_convertvector(bits, Bits);
 #endif
 }
 inline Vec splat(float value) { return value - Vec{}; }
 
-typedef float Half __attribute__((vector_size(32), aligned(4), may_alias));
-typedef float Quarter __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
-// Four sums that add up to the sum of the vector.
-inline Quarter fold(Vec value) {
-    union {
-        Vec whole;
-        Half halves[2];
-    } a{value};
-    union {
-        Half whole;
-        Quarter halves[2];
-    } b{a.halves[0] + a.halves[1]};
-    return b.halves[0] + b.halves[1];
+template <int64_t SIZE>
+struct Floats {
+    typedef float Vector __attribute__((vector_size(4 * SIZE), aligned(4), may_alias));
+};
+
+template <int64_t SIZE>
+inline Four fold_halves(typename Floats<SIZE>::Vector value) {
+    if constexpr (SIZE == 4) {
+        return value;
+    } else {
+        union {
+            typename Floats<SIZE>::Vector whole;
+            typename Floats<SIZE / 2>::Vector halves[2];
+        } parts{value};
+        return fold_halves<SIZE / 2>(parts.halves[0] + parts.halves[1]);
+    }
 }
 
+// Four sums that add up to the sum of the vector.
+inline Four fold(Vec value) { return fold_halves<LANES>(value); }
+
 inline float sum(Vec value) {
-    Quarter c = fold(value);
+    Four c = fold(value);
     return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
 // The sums of four vectors, for less than the price of two.
-inline Quarter sums(const Vec value[4]) {
+inline Four sums(const Vec value[4]) {
     typedef int32_t Mask __attribute__((vector_size(16)));
-    Quarter a = fold(value[0]), b = fold(value[1]), c = fold(value[2]), d = fold(value[3]);
-    Quarter ab = __builtin_shuffle(a, b, Mask{0, 4, 1, 5}) + __builtin_shuffle(a, b, Mask{2, 6, 3, 7});
-    Quarter cd = __builtin_shuffle(c, d, Mask{0, 4, 1, 5}) + __builtin_shuffle(c, d, Mask{2, 6, 3, 7});
+    Four a = fold(value[0]), b = fold(value[1]), c = fold(value[2]), d = fold(value[3]);
+    Four ab = __builtin_shuffle(a, b, Mask{0, 4, 1, 5}) + __builtin_shuffle(a, b, Mask{2, 6, 3, 7});
+    Four cd = __builtin_shuffle(c, d, Mask{0, 4, 1, 5}) + __builtin_shuffle(c, d, Mask{2, 6, 3, 7});
     return __builtin_shuffle(ab, cd, Mask{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, Mask{2, 3, 6, 7});
 }
 

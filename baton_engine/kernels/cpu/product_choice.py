@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
 
 import torch
 from filelock import FileLock
+from torch.nn import functional
 
 from baton import native
 from baton.cpu_features import cpu_flags, cpu_name
@@ -32,6 +34,7 @@ ROWS = (1, 8, 32, 256)
 """Tokens of the products that are compared: decodes of different batches and a chunk of a prompt, each with the same weight."""
 _OUTPUTS, _INPUTS, _MATRICES = 2048, 2048, 2
 _ROUNDS = 3
+_WORTH_TWICE_THE_MEMORY = 1.1
 _LOCK_TIMEOUT_S = 10.0
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -41,9 +44,11 @@ class Bfloat16Product(StrEnum):
     """How `x @ weight.T` is computed with weights that are stored as bfloat16."""
 
     PANELS = "panels"
-    """Own code for AVX-512, `BFloat16Panels`: computed in float32; layers are computed whole."""
+    """Own code, `BFloat16Panels`: computed in float32; layers are computed whole."""
     PAIRS = "pairs"
     """The same code with the instructions for bfloat16 of AVX-512: of bfloat16, summed in float32."""
+    MIXED = "mixed"
+    """`pairs` for steps of up to `FEW_TOKENS`, `onednn` for more: the weights are held for both, in twice the memory."""
     ONEDNN = "onednn"
     """torch's oneDNN, of bfloat16 and in bfloat16, product by product."""
     WIDENED = "widened"
@@ -51,11 +56,14 @@ class Bfloat16Product(StrEnum):
 
 
 AUTO = "auto"
+FEW_TOKENS = 32
+"""Of `ROWS`: a step of more has prompts in it, and its time is that of multiplying, no longer that of reading weights."""
 IN_PANELS = (Bfloat16Product.PANELS, Bfloat16Product.PAIRS)
-"""Those whose weights are `BFloat16Panels`."""
+"""Those whose weights are `BFloat16Panels` and nothing else."""
 COMPUTED_IN = {
     Bfloat16Product.PANELS: torch.float32,
     Bfloat16Product.PAIRS: torch.bfloat16,
+    Bfloat16Product.MIXED: torch.bfloat16,
     Bfloat16Product.ONEDNN: torch.bfloat16,
     Bfloat16Product.WIDENED: torch.float32,
 }
@@ -74,18 +82,36 @@ class Comparison:
     milliseconds: Mapping[Bfloat16Product, Sequence[float]]
     unkept: str = ""
 
-    @property
-    def fastest(self) -> Bfloat16Product:
-        """By the geometric mean over `ROWS`."""
-        return min(self.milliseconds, key=self._mean)
+    def fastest(self, *, one_for_all: bool = False) -> Bfloat16Product:
+        """By the geometric mean over `ROWS`; `MIXED` where it is faster than any other by more than `_WORTH_TWICE_THE_MEMORY`.
+
+        Args:
+            one_for_all: A row's bits must not depend on how many there are: then it is never `MIXED`.
+        """
+        single = min(self.milliseconds, key=self._mean)
+        if one_for_all or not {Bfloat16Product.PAIRS, Bfloat16Product.ONEDNN} <= set(
+            self.milliseconds
+        ):
+            return single
+        gain = self._mean(single) / self._mean(Bfloat16Product.MIXED)
+        return Bfloat16Product.MIXED if gain > _WORTH_TWICE_THE_MEMORY else single
 
     def advantage(self) -> float:
         """How many times as fast as the next one the fastest is."""
-        means = sorted(map(self._mean, self.milliseconds))
-        return means[1] / means[0]
+        fastest = self.fastest()
+        others = [self._mean(name) for name in self.milliseconds if name is not fastest]
+        return min(others) / self._mean(fastest)
 
     def _mean(self, name: Bfloat16Product) -> float:
-        return math.exp(math.fsum(map(math.log, self.milliseconds[name])) / len(ROWS))
+        return math.exp(math.fsum(map(math.log, self._times(name))) / len(ROWS))
+
+    def _times(self, name: Bfloat16Product) -> Sequence[float]:
+        if name is not Bfloat16Product.MIXED:
+            return self.milliseconds[name]
+        few, many = (
+            self.milliseconds[part] for part in (Bfloat16Product.PAIRS, Bfloat16Product.ONEDNN)
+        )
+        return [few[i] if rows <= FEW_TOKENS else many[i] for i, rows in enumerate(ROWS)]
 
 
 def possible_products() -> tuple[Bfloat16Product, ...]:
@@ -98,7 +124,26 @@ def possible_products() -> tuple[Bfloat16Product, ...]:
     native_bfloat16 = {"amx_bf16", "avx512_bf16"} & cpu_flags()
     if native_bfloat16 and torch.backends.mkldnn.is_available():
         possible.append(Bfloat16Product.ONEDNN)
+    if "avx512f" not in cpu_flags():  # with AVX-512 panels take half the time and never more
+        possible.append(Bfloat16Product.WIDENED)
     return tuple(possible) or (Bfloat16Product.WIDENED,)
+
+
+def selectable_products() -> tuple[Bfloat16Product, ...]:
+    """Those that run here, `MIXED` where both its parts do."""
+    possible = possible_products()
+    both = {Bfloat16Product.PAIRS, Bfloat16Product.ONEDNN} <= set(possible)
+    mixed = (Bfloat16Product.MIXED,) if both else ()
+    return tuple(dict.fromkeys((*possible, *mixed, Bfloat16Product.WIDENED)))
+
+
+def rounding(product: Bfloat16Product) -> str:
+    """What decides the bits of a result on this CPU: the product, the instructions that our kernels are built for, and torch's."""
+    try:
+        kernels = native.built_variant(native.CPU_KERNELS).name
+    except native.NotBuiltError:
+        kernels = "none"
+    return f"{product}-{kernels}-{torch.backends.cpu.get_cpu_capability().lower()}"
 
 
 def choose_product(
@@ -119,10 +164,16 @@ def choose_product(
         return Bfloat16Product.WIDENED
     possible = possible_products()
     if asked != AUTO:
-        if asked not in (*possible, Bfloat16Product.WIDENED):
-            names = ", ".join(dict.fromkeys((AUTO, *possible, Bfloat16Product.WIDENED)))
+        if asked not in selectable_products():
+            names = ", ".join((AUTO, *selectable_products()))
             raise ConfigError(
                 f"cpu_product is {asked}; this processor and installation run {names}",
+                param="engine.cpu_product",
+            )
+        if asked == Bfloat16Product.MIXED and must_agree:
+            raise ConfigError(
+                "cpu_product is mixed: which of its two products computes a row depends on the other rows of the step,"
+                f" which deterministic rules out; give {' or '.join(possible)}",
                 param="engine.cpu_product",
             )
         return Bfloat16Product(asked)
@@ -137,7 +188,7 @@ def choose_product(
             f" all workers have to choose the same; give them one of {', '.join(possible)}",
             param="engine.cpu_product",
         )
-    return comparison.fastest
+    return comparison.fastest(one_for_all=must_agree)
 
 
 def measured(possible: Sequence[Bfloat16Product]) -> Comparison:
@@ -204,6 +255,10 @@ def _milliseconds(products: Sequence[Product], x: torch.Tensor) -> float:
 def _product(name: Bfloat16Product, weight: torch.Tensor) -> Product:
     if name in IN_PANELS:
         return BFloat16Panels.pack(weight, None, pairs=name is Bfloat16Product.PAIRS)
+    if name is Bfloat16Product.WIDENED:
+        weight = weight.float()
+        if not torch.backends.mkldnn.is_available():
+            return partial(functional.linear, weight=weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS[2])
 
     def multiply(x: torch.Tensor) -> torch.Tensor:
@@ -263,7 +318,7 @@ def main() -> None:
     line = str(possible[0])
     if len(possible) > 1:
         comparison = measured(possible)
-        line = f"{comparison.fastest}, {comparison.advantage():.1f} times as fast as the next of {len(possible)}"
+        line = f"{comparison.fastest()}, {comparison.advantage():.1f} times as fast as the next of {len(possible)}"
     sys.stdout.write(line + "\n")
 
 

@@ -1,8 +1,8 @@
 // How the matrix products of matmul_bfloat16.cpp, matmul_bfloat16_pairs.cpp and matmul_int8.cpp divide their work.
 //
-// Weights lie in panels of 32 output columns, in the order in which they are read. Rows of activations are packed in tiles
-// of up to 12, so that one pass over a panel serves a tile. Every output adds up its products in the same order whatever
-// the number of rows, so that a row's result does not depend on the batch it is computed in.
+// Weights lie in panels of a few vectors of output columns, in the order in which they are read. Rows of activations are packed in
+// tiles, so that one pass over a panel serves a tile: its sums fill most registers. Every output adds up its products in the same
+// order whatever the number of rows, so that a row's result does not depend on the batch it is computed in.
 #pragma once
 
 #include <omp.h>
@@ -15,15 +15,17 @@
 
 namespace baton {
 
-constexpr int64_t PANEL = 2 * LANES;      // columns
-constexpr int64_t TILE = 12;              // rows; 12 by 2 vectors of sums leave 8 registers for operands
-constexpr int64_t BLOCK = 22 * TILE;      // rows that share one widened panel
+constexpr int ACROSS = REGISTERS / LANES >= 8 ? 4 : 2;      // vectors of a panel
+constexpr int64_t PANEL = ACROSS * LANES;                   // columns
+constexpr int64_t TILE = REGISTERS * 3 / 4 / ACROSS;        // rows; the sums of a tile leave a quarter of the registers
+constexpr int64_t BLOCK = 264;                              // rows that share one widened panel
+static_assert(BLOCK % TILE == 0);
 
 // Floats that a product in float32 or int8 needs to hold its packed rows.
 inline int64_t packed_floats(int64_t rows, int64_t inputs) { return round_up(rows, TILE) * round_up(inputs, 64); }
 
 // Rows that a tile of `rows` is computed as; those added are zero and thrown away.
-inline int64_t tile_height(int64_t rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : rows <= 8 ? 8 : TILE; }
+inline int64_t tile_height(int64_t rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : rows <= 8 ? std::min<int64_t>(8, TILE) : TILE; }
 
 // Calls `body` with the height as a constant.
 template <typename Body>
@@ -32,13 +34,16 @@ void with_height(int64_t height, Body body) {
         case 1: return body(std::integral_constant<int, 1>());
         case 2: return body(std::integral_constant<int, 2>());
         case 4: return body(std::integral_constant<int, 4>());
-        case 8: return body(std::integral_constant<int, 8>());
+        case 8: return body(std::integral_constant<int, std::min<int>(8, TILE)>());
         default: return body(std::integral_constant<int, TILE>());
     }
 }
 
 // Panels that are streamed side by side: enough sums to hide the latency of adding to them.
-constexpr int panels_abreast(int height) { return height <= 2 ? 4 : height <= 4 ? 2 : 1; }
+constexpr int panels_abreast(int height) {
+    int fit = REGISTERS / 2 / ACROSS / height;
+    return fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
+}
 
 // Memory of a thread that is kept from call to call, so that a steady state allocates nothing.
 template <typename T>
