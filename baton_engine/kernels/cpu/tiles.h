@@ -15,10 +15,12 @@
 
 namespace baton {
 
-constexpr int ACROSS = REGISTERS / LANES >= 8 ? 4 : 2;      // vectors of a panel
-constexpr int64_t PANEL = ACROSS * LANES;                   // columns
-constexpr int64_t TILE = REGISTERS * 3 / 4 / ACROSS;        // rows; the sums of a tile leave a quarter of the registers
-constexpr int64_t BLOCK = 264;                              // rows that share one widened panel
+// Short vectors want broad tiles, of which 16 sums hide the latency of a product; long ones as many sums as leave registers for operands.
+constexpr bool BROAD = REGISTERS / LANES >= 8;
+constexpr int ACROSS = BROAD ? 4 : 2;                             // vectors of a panel
+constexpr int64_t PANEL = ACROSS * LANES;                         // columns
+constexpr int64_t TILE = BROAD ? 4 : REGISTERS * 3 / 4 / ACROSS;  // rows
+constexpr int64_t BLOCK = 264;                                    // rows that share one widened panel
 static_assert(BLOCK % TILE == 0);
 
 // Floats that a product in float32 or int8 needs to hold its packed rows.
