@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from baton import native
 from baton.block_ids import Numbers
+from baton.cpu_features import largest_cache_bytes
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from baton.telemetry.logs import get_logger
@@ -34,7 +35,8 @@ def layer_pages(memory: memoryview, layout: KvLayout, num_blocks: int) -> list[P
 
 
 def copy_rows(source: Pages, target: Pages, from_pages: Numbers, to_pages: Numbers) -> None:
-    """Copies row by row; the caller has checked that all of them are there. Lets other threads run meanwhile.
+    """Copies row by row; the caller has checked that all of them are there. Lets other threads run meanwhile. What does not fit into the
+    caches, read and written, is written past them.
 
     Args:
         source: Rows of as many bytes as `target`'s; neighbouring rows may lie apart, the bytes of one do not.
@@ -55,6 +57,7 @@ def copy_rows(source: Pages, target: Pages, from_pages: Numbers, to_pages: Numbe
         target.strides[0],
         source.strides[0],
         source.shape[1],
+        2 * len(from_pages) * source.shape[1] > largest_cache_bytes(),
     )
 
 
@@ -73,6 +76,6 @@ def load_library() -> ctypes.CDLL | None:
         _log.warning("pages are copied without the C function", reason=str(error))
         return None
     pointer = ctypes.c_void_p
-    library.baton_copy_rows.argtypes = [*[pointer] * 4, *[ctypes.c_int64] * 4]
+    library.baton_copy_rows.argtypes = [*[pointer] * 4, *[ctypes.c_int64] * 5]
     library.baton_copy_rows.restype = None
     return library

@@ -201,3 +201,7 @@ def test_cpu_flags_hold_what_every_such_processor_has():
     if platform.machine() not in everywhere:
         pytest.skip(f"no flag is known that every {platform.machine()} has")
     assert everywhere[platform.machine()] in cpu_features.cpu_flags()
+
+
+def test_the_largest_cache_is_one_that_a_processor_may_have():
+    assert 64 << 10 <= cpu_features.largest_cache_bytes() <= 4 << 30

@@ -16,8 +16,10 @@ BLOCKS = 12
 SIZES = (8, 100, 192, 256, 1000, 4096, 4 * 65536)
 
 
-@pytest.fixture(params=["c", "numpy"])
+@pytest.fixture(params=["c", "c past the caches", "numpy"])
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    past = request.param == "c past the caches"
+    monkeypatch.setattr(pages, "largest_cache_bytes", lambda: 0 if past else 1 << 30)
     if request.param == "numpy":
         monkeypatch.setattr(pages, "load_library", lambda: None)
     elif load_library() is None:
