@@ -1,6 +1,7 @@
 """The way of a request that holds a conversation, the same in every API: read, take, make token ids, plan, run, reply."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, TypeVar
 
 from starlette.requests import Request
@@ -56,7 +57,10 @@ class ConversationEndpoint(Generic[_Body]):
         """Answers one conversation."""
         body = await self._bodies.read(request, self._schema)
         context = await self._planner.accept(request, body, self._id_prefix)
-        prompt = await self._prompts.of_conversation(self._conversation_of(body), context)
+        conversation = self._conversation_of(body)
+        context, prompt = await self._planner.check_form_beside(
+            context, body, partial(self._prompts.of_conversation, conversation, context)
+        )
         if body.tells_reasoning:
             end = await self._prompts.end_of(prompt)
             context = await self._planner.behind_prompt(context, body, end)

@@ -6,11 +6,12 @@ import asyncio
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import ceil
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher
 from prometheus_client import CollectorRegistry
@@ -29,6 +30,8 @@ _MAX_LOOKED_AT = 64
 _FORGET_ABOVE = 1024
 """Tenants; then those that owe nothing are forgotten."""
 
+_T = TypeVar("_T")
+
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
@@ -43,6 +46,49 @@ class _Tenant:
     num_checking: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     time_left: TokenBucket = field(default_factory=TokenBucket)
+
+
+class GrammarCheck:
+    """The grammar of one request's form: known, or being checked.
+
+    Args:
+        known: What workers are sent.
+        check: Finds it, where it is not known.
+    """
+
+    def __init__(
+        self, *, known: str = "", check: asyncio.Task[str | InvalidRequestError] | None = None
+    ) -> None:
+        self._known = known
+        self._check = check
+
+    async def text(self) -> str:
+        """The grammar that workers are sent. Whoever stops waiting does not end the check.
+
+        Raises:
+            InvalidRequestError: There is no such grammar, or it is over a limit.
+        """
+        if self._check is None:
+            return self._known
+        outcome = await asyncio.shield(self._check)
+        if isinstance(outcome, InvalidRequestError):
+            raise outcome
+        return outcome
+
+    async def text_beside(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> tuple[str, _T]:
+        """The grammar, and what `work` returns, which runs meanwhile. A wrong form ends it, and is told first where both fail.
+
+        Raises: As `text` and as `work`.
+        """
+        if self._check is None:
+            return self._known, await work()
+        beside = asyncio.create_task(work())
+        try:
+            return await self.text(), await beside
+        except BaseException:
+            beside.cancel()
+            await asyncio.gather(beside, return_exceptions=True)
+            raise
 
 
 class GrammarChecker:
@@ -87,26 +133,23 @@ class GrammarChecker:
     async def text_of(self, form: AnswerForm | None, tenant_id: str) -> str:
         """The grammar that workers are sent; empty without a form.
 
+        Raises: As `begin`, and as what that returns.
+        """
+        return await self.begin(form, tenant_id).text()
+
+    def begin(self, form: AnswerForm | None, tenant_id: str) -> "GrammarCheck":
+        """Has a form checked, unless it is known; does not wait for it.
+
         Raises:
-            InvalidRequestError: There is no such grammar, or it is over a limit.
+            InvalidRequestError: It is larger than any may be.
             OverloadedError: Too many of this tenant's are being checked.
             RateLimitedError: Checking this tenant's has taken too long of late.
         """
         if form is None:
-            return ""
-        try:
-            return await self._checked(form, tenant_id)
-        except InvalidRequestError:
-            self._outcomes.labels("refused").inc()
-            raise
-
-    def close(self) -> None:
-        """Ends the threads."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    async def _checked(self, form: AnswerForm, tenant_id: str) -> str:
+            return GrammarCheck(known="")
         max_bytes = self._config.max_bytes
         if _is_larger(form.value, max_bytes):
+            self._outcomes.labels("refused").inc()
             raise InvalidRequestError(
                 f"{form.param}: longer than {max_bytes} characters (grammar.max_bytes).",
                 param=form.param,
@@ -115,20 +158,17 @@ class GrammarChecker:
         if (text := self._known.get(digest)) is not None:
             self._known.move_to_end(digest)
             self._outcomes.labels("known").inc()
-            return text
+            return GrammarCheck(known=text)
         tenant = self._admitted(form, tenant_id)
         # A task of its own: a client that goes away does not keep its tenant from paying.
-        check = asyncio.create_task(self._check_in_turn(tenant, form))
+        check = asyncio.create_task(self._check_in_turn(tenant, form, digest))
         self._checks.add(check)
         check.add_done_callback(self._checks.discard)
-        outcome = await asyncio.shield(check)
-        if isinstance(outcome, InvalidRequestError):
-            raise outcome
-        self._known[digest] = outcome
-        if len(self._known) > self._config.max_compiled:
-            self._known.popitem(last=False)
-        self._outcomes.labels("checked").inc()
-        return outcome
+        return GrammarCheck(check=check)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _admitted(self, form: AnswerForm, tenant_id: str) -> _Tenant:
         """The tenant, if it may have another grammar checked."""
@@ -159,15 +199,24 @@ class GrammarChecker:
         tenant.num_checking += 1
         return tenant
 
-    async def _check_in_turn(self, tenant: _Tenant, form: AnswerForm) -> str | InvalidRequestError:
+    async def _check_in_turn(
+        self, tenant: _Tenant, form: AnswerForm, digest: bytes
+    ) -> str | InvalidRequestError:
         loop = asyncio.get_running_loop()
         try:
             async with tenant.turn:
                 outcome, seconds = await loop.run_in_executor(self._pool, self._made, form)
             tenant.time_left.give_back(-seconds, self._allowance, self._clock.now_s())
-            return outcome
         finally:
             tenant.num_checking -= 1
+        if isinstance(outcome, InvalidRequestError):
+            self._outcomes.labels("refused").inc()
+            return outcome
+        self._known[digest] = outcome
+        if len(self._known) > self._config.max_compiled:
+            self._known.popitem(last=False)
+        self._outcomes.labels("checked").inc()
+        return outcome
 
     def _made(self, form: AnswerForm) -> tuple[str | InvalidRequestError, float]:
         """The grammar of a form, or why there is none; and the seconds that it took of a processor."""

@@ -1,12 +1,14 @@
 """A request that may be worked on: its tenant, its class of service, its model; and the generation requests that it becomes.
 
 Every endpoint that generates accepts a request (`RequestPlanner.accept`), makes token ids of what it was sent
-(`router.generation.prompt_encoder`), plans what is generated (`RequestPlanner.plan`) and replies with it (`router.generation.responder`).
+(`router.generation.prompt_encoder`) while the form of the answer is checked (`RequestPlanner.check_form_beside`), plans what is
+generated (`RequestPlanner.plan`) and replies with it (`router.generation.responder`).
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -29,6 +31,8 @@ from router.telemetry.metrics import RouterMetrics
 
 _BYTES_PER_TOKEN = 4
 """In a body, about."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +99,7 @@ class RequestPlanner:
 
         Raises:
             ModelNotFoundError: The model is unknown, or not for this tenant.
-            InvalidRequestError: The tier is not for this tenant, or no answer can have the form that is asked for.
+            InvalidRequestError: The tier is not for this tenant.
             RateLimitedError: The tenant has no tokens left.
             OverloadedError: Too many are waiting.
             UnavailableError: No worker has said in time what it holds, or the router stops.
@@ -111,15 +115,33 @@ class RequestPlanner:
             wanted = body.default_tokens if body.asked_tokens is None else body.asked_tokens
             account.require_tokens(_prompt_tokens(request), wanted)
             self._generator.check_capacity(account.tenant, slo)
-            grammar = await self._grammars.text_of(body.answer_form, account.tenant.tenant_id)
         return RequestContext(
             account=account,
             request_id=new_request_id(id_prefix),
             created=int(time.time()),
             slo=slo,
             model=await self._catalog.require_model(),
-            grammar=grammar,
         )
+
+    async def check_form_beside(
+        self,
+        context: RequestContext,
+        body: SamplingBody,
+        encode: Callable[[], Coroutine[Any, Any, _T]],
+    ) -> tuple[RequestContext, _T]:
+        """Has the form that the answer must have checked while `encode` makes token ids of the prompt; a form that is known, or
+        refused without a look at it, is so before that begins.
+
+        Returns:
+            The context with the form's grammar, and what `encode` returns.
+
+        Raises: As `behind_prompt`, and as `encode`; where both fail, what is wrong with the form.
+        """
+        tenant = context.account.tenant
+        with self._metrics.counting_refusals(tenant.tenant_class):
+            check = self._grammars.begin(body.answer_form, tenant.tenant_id)
+        grammar, encoded = await check.text_beside(encode)
+        return replace(context, grammar=grammar), encoded
 
     async def behind_prompt(
         self, context: RequestContext, body: SamplingBody, prompt_end: str

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -76,7 +77,9 @@ class Completions:
         """Continues one or several prompts."""
         body = await self._bodies.read(request, CompletionRequest, parse_short=read_completion)
         context = await self._planner.accept(request, body, "cmpl")
-        prompts = await self._token_ids(body, context)
+        context, prompts = await self._planner.check_form_beside(
+            context, body, partial(self._token_ids, body, context)
+        )
         bad_words = await self._prompts.of_bad_words(body.bad_words or ())
         planned = self._planner.plan(context, body, prompts, bad_words)
         _check_repeated(body, planned)

@@ -427,6 +427,84 @@ async def test_a_client_that_goes_away_is_charged_all_the_same():
     checker.close()
 
 
+class Encoding:
+    """Token ids that take until `go_on`, or for ever."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+        self.was_cancelled = False
+
+    async def __call__(self) -> str:
+        self.begun.set()
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        return "tokens"
+
+
+async def test_a_form_is_checked_while_the_prompt_is_encoded(checker):
+    encoding = Encoding()
+    check = checker.begin(of("json", SCHEMA), "tenant")
+    both = asyncio.create_task(check.text_beside(encoding))
+    async with asyncio.timeout(10):
+        grammar = await check.text()
+        await encoding.begun.wait()
+        assert not both.done()
+        encoding.go_on.set()
+        assert await both == (grammar, "tokens")
+
+
+async def test_a_wrong_form_ends_the_encoding_of_the_prompt(checker):
+    encoding = Encoding()
+    async with asyncio.timeout(10):
+        with pytest.raises(InvalidRequestError, match=r"^field\.not: "):
+            await checker.begin(of("json", {"not": {}}), "tenant").text_beside(encoding)
+    assert encoding.was_cancelled
+
+
+async def test_what_is_wrong_with_the_form_is_told_before_what_is_wrong_with_the_prompt(checker):
+    async def refused() -> None:
+        raise InvalidRequestError("the prompt", param="prompt")
+
+    with pytest.raises(InvalidRequestError) as told:
+        await checker.begin(of("regex", "("), "tenant").text_beside(refused)
+    assert told.value.param == "field"
+    with pytest.raises(InvalidRequestError, match="the prompt"):
+        await checker.begin(of("regex", "a"), "tenant").text_beside(refused)
+
+
+async def test_a_client_that_goes_away_while_its_form_is_checked_leaves_nothing_behind():
+    checker = GrammarChecker(GrammarConfig(max_compiling_per_tenant=1), (), new_registry())
+    encoding = Encoding()
+    check = checker.begin(of("json", SCHEMA), "tenant")
+    asked = asyncio.create_task(check.text_beside(encoding))
+    async with asyncio.timeout(10):
+        await encoding.begun.wait()
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert encoding.was_cancelled
+        await check.text()
+        assert await checker.text_of(of("regex", "a"), "tenant")
+    checker.close()
+
+
+@pytest.mark.parametrize("path", BASE)
+async def test_each_api_tells_of_a_wrong_form_first(path):
+    field = "prompt" if path == COMPLETION else "input" if path == RESPONSE else "messages"
+    too_long = "word " * 100_000
+    prompt = too_long if path in (COMPLETION, RESPONSE) else [{"role": "user", "content": too_long}]
+    async with serve() as served:
+        body = BASE[path] | {field: prompt}
+        reply = await served.http.post(path, json=body)
+        assert (reply.status_code, "maximum context length" in reply.text) == (400, True)
+        wrong = {"structured_outputs": {"regex": "("}}
+        assert_refused(path, await served.http.post(path, json=body | wrong), "structured_outputs")
+        assert served.generator.requests == []
+
+
 async def test_nobody_waits_for_more_than_one_grammar_of_another_tenant():
     checker = GrammarChecker(GrammarConfig(threads=1), (), new_registry())
     order: list[str] = []
