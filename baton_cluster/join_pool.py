@@ -20,6 +20,7 @@ from kvpool.ports import ArenaPages
 
 if TYPE_CHECKING:
     from baton_engine.host import ThreadEngineHost
+    from baton_vllm.host import VllmEngineHost
     from kvpool.client.pooled_engine import PooledEngine, PoolPromptStore
 
 
@@ -40,7 +41,7 @@ class WorkerPool:
 
 def join_pool(
     assignment: Assignment,
-    host: "ThreadEngineHost",
+    host: "ThreadEngineHost | VllmEngineHost",
     hello: WorkerHello,
     memory: WorkerMemory,
     metrics: WorkerMetrics,

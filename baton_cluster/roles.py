@@ -211,9 +211,9 @@ async def _serve_engine(
 
         metrics.registry.register(OwnMetrics({each.name for each in metrics.registry.collect()}))
     pool = (
-        None
-        if isinstance(built, BuiltVllm)
-        else join_pool(child.assignment, built.host, hello, memory, metrics, credentials)
+        join_pool(child.assignment, built.host, hello, memory, metrics, credentials)
+        if hands_off
+        else None
     )
     parts = _Parts(
         config=config,

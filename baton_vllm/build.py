@@ -16,6 +16,7 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_vllm.block_events import BlockNames
 from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.host import VllmEngineHost
+from baton_vllm.pool_pages import VllmPoolPages
 from baton_vllm.settings import MINOR, engine_arguments, missing
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class BuiltVllm:
         layout: Shape of its KV pages. What is in them is vLLM's: the fingerprint names its version and where it computes.
         limits: What it takes.
         num_blocks: Pages that a peer may be granted: all but the spare one. vLLM's null block is among them, and never granted.
-        hands_off: Whether its pages can be handed to another worker, and another's to it.
+        hands_off: Whether its pages can be handed to another worker, and another's to it; and whether a pool can hold them.
         grammar_counts: What its grammars cost; None where they are refused.
     """
 
@@ -88,15 +89,15 @@ def build_vllm_engine(
     progress("importing vLLM", None)
     from baton_vllm.arena import VllmArena
 
-    hand_offs, arena = VllmHandOffs(sink), VllmArena(memory)
-    core, vllm_config = _open(model, config, hand_offs, arena, progress)
+    hand_offs, pool_pages, arena = VllmHandOffs(sink), VllmPoolPages(), VllmArena(memory)
+    core, vllm_config = _open(model, config, (hand_offs, pool_pages, arena), progress)
     from baton_vllm.core import VllmCore
 
     spec = _page_spec(core)
     if arena.misfit is not None:
         if role is not Role.HYBRID:
             raise arena.misfit
-        logger.warning("this worker hands nothing off: %s", arena.misfit)
+        logger.warning("this worker hands nothing off, and has no part in a pool: %s", arena.misfit)
     layout = arena.layout if arena.misfit is None else _layout(core, vllm_config, spec)
     limits = EngineLimits(
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
@@ -121,9 +122,15 @@ def build_vllm_engine(
     hosted = VllmCore(core, eos_ids, grammars)
     hosted.tell_blocks(names)
     host = VllmEngineHost(
-        hosted, hand_offs, limits, stop_ids=frozenset(eos_ids), take_block_changes=names.take
+        hosted,
+        hand_offs,
+        limits,
+        pool_pages=pool_pages,
+        stop_ids=frozenset(eos_ids),
+        take_block_changes=names.take,
     )
-    hands_off = arena.misfit is None
+    if hands_off := arena.misfit is None:
+        pool_pages.name_by(secret, layout)
     return BuiltVllm(
         host=host,
         layout=layout,
@@ -137,11 +144,12 @@ def build_vllm_engine(
 def _open(
     model: ModelConfig,
     config: EngineConfig,
-    hand_offs: VllmHandOffs,
-    arena: "VllmArena",
+    tables: tuple[VllmHandOffs, VllmPoolPages, "VllmArena"],
     progress: Callable[[str, float | None], None],
 ) -> tuple[Any, Any]:
-    """vLLM's core and its whole configuration. On a CPU its connector is Baton's, and its KV cache lies in `arena`."""
+    """vLLM's core and its whole configuration. On a CPU its connector is Baton's, which shares `tables`, and its KV cache lies in
+    the last of these.
+    """
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -160,10 +168,10 @@ def _open(
         )
     if device == "cpu":
         arguments.setdefault("kv_cache_memory_bytes", _CPU_CACHE_BYTES)
-        objects = connector_objects(hand_offs, arena)
+        objects = connector_objects(*tables)
         arguments["kv_transfer_config"] = CONNECTOR_CONFIG | {"kv_connector_extra_config": objects}
     else:
-        arena.misfit = ConfigError(
+        tables[-1].misfit = ConfigError(
             "engine.kind vllm: KV is handed off by workers on CPUs only: on a GPU a worker has to be hybrid"
         )
     progress("vLLM loads the model", None)

@@ -1,10 +1,12 @@
-"""vLLM's KV connector that leaves sending and receiving to a Baton worker: what vLLM asks and tells, as calls of `VllmHandOffs`.
+"""vLLM's KV connector that leaves sending and receiving to a Baton worker: what vLLM asks and tells, as calls of `VllmHandOffs` and, of the
+pool, `VllmPoolPages`.
 
-vLLM makes two of these, one for its scheduler and one for its worker; both live on the engine's thread and share one table. Written
+vLLM makes two of these, one for its scheduler and one for its worker; both live on the engine's thread and share these tables. Written
 against vLLM 0.32: the interface is experimental there.
 """
 
 import json
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -22,20 +24,24 @@ from vllm.v1.request import RequestStatus
 from baton.ids import SeqId
 from baton_vllm.arena import VllmArena
 from baton_vllm.hand_offs import VllmHandOffs
+from baton_vllm.pool_pages import VllmPoolPages
 
 CONNECTOR_CONFIG = {
     "kv_connector": "BatonConnector",
     "kv_connector_module_path": "baton_vllm.connector",
     "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
 }
 """Of vLLM's `KVTransferConfig`; `kv_connector_extra_config` is `connector_objects`."""
 
 _COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
-def connector_objects(hand_offs: VllmHandOffs, arena: VllmArena) -> dict[str, Any]:
+def connector_objects(
+    hand_offs: VllmHandOffs, pool_pages: VllmPoolPages, arena: VllmArena
+) -> dict[str, Any]:
     """What both halves are given: vLLM makes them itself, in this process."""
-    return {"hand_offs": hand_offs, "arena": arena}
+    return {"hand_offs": hand_offs, "pool_pages": pool_pages, "arena": arena}
 
 
 def page_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
@@ -64,7 +70,7 @@ def page_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
 
 
 class BatonConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """Empty: both halves look at the same table."""
+    """Empty: both halves look at the same tables."""
 
 
 class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -74,6 +80,7 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         objects = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._hand_offs: VllmHandOffs = objects["hand_offs"]
+        self._pool_pages: VllmPoolPages = objects["pool_pages"]
         self._arena: VllmArena = objects["arena"]
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._pool: Any = None
@@ -91,7 +98,7 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._arena.register(kv_caches, self._block_tokens, facts)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """KV comes from a peer, not from here."""
+        """KV comes from peers and from the pool, not from here."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is computed before all of its KV is there."""
@@ -111,15 +118,34 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:  # noqa: ARG002
         """The step is over."""
-        return self._hand_offs.after_step()
+        sent, received = self._hand_offs.after_step()
+        return sent, received | self._pool_pages.after_step()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of what was received that vLLM has to compute after all."""
+        return self._pool_pages.take_lost_blocks()
 
     # Its scheduler's half.
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """The last page is never handed out: peers probe their way into the arena with it (`baton.layout.SPARE_BLOCKS`)."""
+        """The last page is never handed out: peers probe their way into the arena with it (`baton.layout.SPARE_BLOCKS`). All others
+        are counted when they are.
+        """
         gpu_block_pool.free_block_queue.remove(gpu_block_pool.blocks[-1])
         gpu_block_pool.num_gpu_blocks -= 1
         self._pool = gpu_block_pool
+        hand_out = gpu_block_pool.get_new_blocks
+
+        def counted(num_blocks: int) -> Any:
+            blocks = hand_out(num_blocks)
+            self._pool_pages.handed_out([block.block_id for block in blocks])
+            return blocks
+
+        gpu_block_pool.get_new_blocks = counted
+
+    def on_new_request(self, request: Any) -> None:
+        """A request is queued."""
+        self._pool_pages.follow(request.request_id, request.all_token_ids)
 
     def get_num_new_matched_tokens(
         self,
@@ -128,14 +154,27 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         """How much of a prompt comes from elsewhere, while the request waits."""
         seq_id = SeqId(request.request_id)
-        if seq_id not in self._hand_offs:
+        if not (self._pool_pages.has_pool or seq_id in self._hand_offs):
             return 0, False
+        num_free = self._num_free(request, num_computed_tokens)
+        tokens: int | None = 0
+        if seq_id in self._hand_offs:
+            unpromised = num_free - self._pool_pages.promised_blocks
+            tokens = self._hand_offs.matched_tokens(seq_id, num_computed_tokens, unpromised)
+        if tokens == 0:
+            promised = self._hand_offs.promised_blocks + self._pool_pages.promised_blocks
+            tokens = self._pool_pages.matched_tokens(
+                request.request_id, num_computed_tokens, num_free - promised
+            )
+        return tokens, bool(tokens)
+
+    def _num_free(self, request: Any, num_computed_tokens: int) -> int:
+        """Blocks that nothing uses, and those in use that the request would share."""
         held = request.block_hashes[: num_computed_tokens // self._block_tokens]
         cached = [self._pool.get_cached_block(name, [0]) for name in held]
         num_shared = sum(bool(blocks and blocks[0].ref_cnt) for blocks in cached)
-        num_free = self._pool.get_num_free_blocks() + num_shared
-        tokens = self._hand_offs.matched_tokens(seq_id, num_computed_tokens, num_free)
-        return tokens, bool(tokens)
+        num_free: int = self._pool.get_num_free_blocks()
+        return num_free + num_shared
 
     def update_state_after_alloc(
         self,
@@ -144,14 +183,18 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         num_external_tokens: int,  # noqa: ARG002
     ) -> None:
         """A request has blocks."""
-        self._hand_offs.allocated(SeqId(request.request_id), blocks.get_block_ids()[0])
+        block_ids = blocks.get_block_ids()[0]
+        self._hand_offs.allocated(SeqId(request.request_id), block_ids)
+        self._pool_pages.allocated(request.request_id, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> BatonConnectorMetadata:
         """The next step is decided."""
         num_tokens = scheduler_output.num_scheduled_tokens
+        for req_id in scheduler_output.preempted_req_ids or ():
+            self._pool_pages.preempted(req_id)
         for new in scheduler_output.scheduled_new_reqs:
-            self._hand_offs.scheduled(
-                SeqId(new.req_id),
+            self._scheduled(
+                new.req_id,
                 new.block_ids[0],
                 start=new.num_computed_tokens,
                 num_tokens=num_tokens[new.req_id],
@@ -161,14 +204,28 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for req_id, blocks, start in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
-            self._hand_offs.scheduled(
-                SeqId(req_id),
+            self._scheduled(
+                req_id,
                 blocks[0] if blocks is not None else (),
                 start=start,
                 num_tokens=num_tokens[req_id],
                 anew=req_id in cached.resumed_req_ids,
             )
+        self._pool_pages.before_step()
         return BatonConnectorMetadata()
+
+    def _scheduled(
+        self, req_id: str, blocks: Sequence[int], *, start: int, num_tokens: int, anew: bool
+    ) -> None:
+        self._hand_offs.scheduled(
+            SeqId(req_id),
+            blocks,
+            start=start,
+            num_tokens=num_tokens,
+            anew=anew,
+            pooled_tokens=self._pool_pages.pooled_tokens(req_id),
+        )
+        self._pool_pages.scheduled(req_id, blocks, start=start, num_tokens=num_tokens, anew=anew)
 
     def request_finished(
         self,
@@ -179,4 +236,5 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         complete = request.status in _COMPLETE
         failed = request.status == RequestStatus.FINISHED_ERROR
         seq_id = SeqId(request.request_id)
+        self._pool_pages.finished(request.request_id)
         return self._hand_offs.finished(seq_id, complete=complete, failed=failed), None

@@ -159,6 +159,11 @@ class VllmHandOffs:
 
     # vLLM's scheduler.
 
+    @property
+    def promised_blocks(self) -> int:
+        """Free blocks that those are going to need which have some."""
+        return sum(self._promised(sequence) for sequence in self._sequences.values())
+
     def matched_tokens(self, seq_id: SeqId, num_cached: int, num_free: int) -> int | None:
         """How many of a request's tokens come from elsewhere, behind the `num_cached` that this worker's prefix cache has; None for as
         long as the `num_free` blocks, those included that it shares with requests that run, are too few, or one before it waits.
@@ -170,13 +175,15 @@ class VllmHandOffs:
           for which there is no room there.
         - vLLM gives a prompt that is received its own blocks only, and preempts none that waits: were all blocks held by prompts that
           need one more for their next token, none could ever go on.
+
+        What others than these were promised is not among the free ones.
         """
         sequence = self._sequences.get(seq_id)
         if sequence is None or sequence.state not in (_S.WAITING, _S.COMPUTING):
             return 0
         sequence.blocks = []  # it has none, or has lost them to another
-        promised = sum(self._promised(other) for other in self._sequences.values())
-        if self._one_waits or self._num_blocks(sequence.room_tokens) + promised > num_free:
+        wanted = self._num_blocks(sequence.room_tokens) + self.promised_blocks
+        if self._one_waits or wanted > num_free:
             self._one_waits = True
             return None
         if sequence.state is _S.COMPUTING:
@@ -206,7 +213,14 @@ class VllmHandOffs:
         )
 
     def scheduled(
-        self, seq_id: SeqId, blocks: Sequence[int], *, start: int, num_tokens: int, anew: bool
+        self,
+        seq_id: SeqId,
+        blocks: Sequence[int],
+        *,
+        start: int,
+        num_tokens: int,
+        anew: bool,
+        pooled_tokens: int = 0,
     ) -> None:
         """The step to come computes a chunk.
 
@@ -216,6 +230,7 @@ class VllmHandOffs:
             start: Tokens before the chunk.
             num_tokens: In it.
             anew: Whether it is the first one, or the first one after a preemption.
+            pooled_tokens: Those before it that came from a pool.
         """
         sequence = self._sequences.get(seq_id)
         if sequence is None or sequence.state is not _S.COMPUTING:
@@ -226,7 +241,8 @@ class VllmHandOffs:
                 PrefillStarted(
                     seq_id=seq_id,
                     num_blocks=self._num_blocks(sequence.num_tokens),
-                    cached_tokens=start,
+                    cached_tokens=start - pooled_tokens,
+                    pooled_tokens=pooled_tokens,
                 )
             )
         sequence.blocks += [BlockId(block) for block in blocks]

@@ -20,7 +20,7 @@ from baton.errors import (
     InvariantError,
 )
 from baton.generation import FinishReason, Prompt, TokenLogprobs, WorkerLoad
-from baton.ids import BlockKey, LegKind, SeqId
+from baton.ids import BlockId, BlockKey, LegKind, SeqId
 from baton.story import StoryEntry, StoryLog
 from baton_engine.messages import (
     Abort,
@@ -40,8 +40,10 @@ from baton_engine.messages import (
     Start,
     StepEvents,
 )
+from baton_engine.ports import BlockSink, KvSource
 from baton_engine.scheduling.limits import EngineLimits
 from baton_vllm.hand_offs import VllmHandOffs
+from baton_vllm.pool_pages import VllmPoolPages
 from baton_vllm.ports import CoreOutput, CorePort, Scheduled
 from baton_vllm.requests import (
     CoreRequest,
@@ -91,6 +93,7 @@ class _Counts:
     preemptions: int = 0
     hit_tokens: int = 0
     query_tokens: int = 0
+    pooled_tokens: int = 0
     decode: Scheduled = field(default_factory=Scheduled)
     decode_s: float = 0.0
 
@@ -102,6 +105,7 @@ class VllmEngineHost:
         core: vLLM; the engine thread's from `start` on.
         hand_offs: What vLLM's connector shares with this host.
         limits: What it takes.
+        pool_pages: What vLLM's connector shares with this host where there may be a pool.
         stop_ids: The model's end-of-sequence ids.
         take_block_changes: What has changed in the blocks that its prefix cache holds.
         clock: Monotonic.
@@ -113,12 +117,14 @@ class VllmEngineHost:
         hand_offs: VllmHandOffs,
         limits: EngineLimits,
         *,
+        pool_pages: VllmPoolPages | None = None,
         stop_ids: frozenset[int] = frozenset(),
         take_block_changes: Callable[[], BlockChanges | None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
         self._core = core
         self._hand_offs = hand_offs
+        self._pool_pages = pool_pages or VllmPoolPages()
         self._limits = limits
         self._stop_ids = stop_ids
         self._take_block_changes = take_block_changes
@@ -144,6 +150,14 @@ class VllmEngineHost:
         """
         self._cores = cores
         self._thread.start()
+
+    def connect_pool(self, source: KvSource, block_sink: BlockSink) -> None:
+        """Blocks are fetched from `source`, and full ones are given to `block_sink`. Before `start`."""
+        self._pool_pages.connect(source, block_sink)
+
+    def generation(self, block: BlockId) -> int:
+        """How often a page has been handed out; raised before it may be written. May be called from any thread."""
+        return self._pool_pages.generation(block)
 
     def submit(self, command: Command) -> None:
         """See EnginePort."""
@@ -196,7 +210,12 @@ class VllmEngineHost:
 
     def _has_work(self) -> bool:
         """What is handed off may keep requests waiting, and blocks from those that need some, until a command comes."""
-        return self._hand_offs.has_news or (self._core.has_work() and not self._is_idle)
+        return self._has_news or (self._core.has_work() and not self._is_idle)
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether vLLM has to make a step to hear of blocks."""
+        return self._hand_offs.has_news or self._pool_pages.has_news
 
     def _take_commands(self, *, wait: bool) -> list[SeqEvent]:
         events: list[SeqEvent] = []
@@ -239,7 +258,9 @@ class VllmEngineHost:
         )
         refused = refused or refusal(prompt, self._stop_ids)
         if refused is None:
-            refused = self._add(_requests(asked))
+            refused = self._add(seq_id, kind, prompt, _requests(asked))
+        else:
+            self._pool_pages.refused(seq_id)
         if refused is not None:
             return [Failed(seq_id=seq_id, error=refused)]
         self._sequences[seq_id] = _Sequence(
@@ -257,13 +278,17 @@ class VllmEngineHost:
             )
         return []
 
-    def _add(self, requests: Sequence[CoreRequest]) -> BatonError | None:
+    def _add(
+        self, seq_id: SeqId, kind: LegKind, prompt: Prompt, requests: Sequence[CoreRequest]
+    ) -> BatonError | None:
         """Gives vLLM all of them, or none and why."""
         added: list[str] = []
         for request in requests:
+            self._pool_pages.add(request.request_id, seq_id, kind, prompt)
             try:
                 self._core.add(request)
             except BatonError as error:
+                self._pool_pages.finished(request.request_id)
                 self._core.abort(added)
                 return error
             added.append(request.request_id)
@@ -292,8 +317,10 @@ class VllmEngineHost:
         elif first_tokens:
             self._core.go_on(seq_id, first_tokens[0].token)
             sequence.without_token.clear()
-        elif (refused := self._add(receive_requests(seq_id, prompt)[1:])) is not None:
-            return self._fail(seq_id, refused)
+        else:
+            others = receive_requests(seq_id, prompt)[1:]
+            if (refused := self._add(seq_id, sequence.kind, prompt, others)) is not None:
+                return self._fail(seq_id, refused)
         return []
 
     def _end(self, seq_id: SeqId) -> list[SeqEvent]:
@@ -315,7 +342,7 @@ class VllmEngineHost:
 
     def _step(self) -> None:
         begun_s = self._busy_since_s = self._clock.now_s()
-        had_news = self._hand_offs.has_news
+        had_news = self._has_news
         under_way = Scheduled()
 
         def scheduled(what: Scheduled) -> None:
@@ -326,6 +353,7 @@ class VllmEngineHost:
 
         outputs = self._core.step(scheduled)
         self._busy_since_s = now_s = self._clock.now_s()
+        self._pool_pages.step_took(now_s - begun_s)
         counts = self._counts
         counts.steps += 1
         if under_way.num_tokens and under_way.num_tokens == under_way.num_sequences:
@@ -345,7 +373,9 @@ class VllmEngineHost:
     def _started(self, what: Scheduled) -> list[SeqEvent]:
         self._counts.preemptions += what.resumed
         events: list[SeqEvent] = []
-        for request_id, cached_tokens in what.started:
+        for request_id, computed_tokens in what.started:
+            pooled_tokens = self._pool_pages.pooled_tokens(request_id)
+            cached_tokens = computed_tokens - pooled_tokens
             seq_id, _ = self._names(request_id)
             sequence = self._sequences.get(seq_id)
             if sequence is None or sequence.kind is LegKind.RECEIVE:
@@ -353,6 +383,7 @@ class VllmEngineHost:
             num_tokens = sequence.prompt.num_tokens
             self._counts.query_tokens += num_tokens
             self._counts.hit_tokens += cached_tokens
+            self._counts.pooled_tokens += pooled_tokens
             if sequence.started or sequence.kind is LegKind.PREFILL:
                 continue  # a prompt for another worker is told by whoever knows its pages
             sequence.started = True
@@ -361,6 +392,7 @@ class VllmEngineHost:
                     seq_id=seq_id,
                     num_blocks=self._limits.num_blocks_for(num_tokens),
                     cached_tokens=cached_tokens,
+                    pooled_tokens=pooled_tokens,
                 )
             )
         return events
@@ -461,6 +493,7 @@ class VllmEngineHost:
             preemptions=counts.preemptions,
             prefix_hit_tokens=counts.hit_tokens,
             prefix_query_tokens=counts.query_tokens,
+            pool_hit_tokens=counts.pooled_tokens,
             prefill_tokens_pending=sum(
                 sequence.prompt.num_tokens
                 for sequence in self._sequences.values()

@@ -55,7 +55,7 @@ PROMPT: Mapping[str, Treatment] = {
     "sampling": Treatment.TRANSLATED,
     "cache_scope": Treatment.TRANSLATED,  # the salt of vLLM's prefix cache
     "slo": Treatment.TRANSLATED,  # its priority; the times are not scheduled for
-    "tenant": Treatment.TRANSLATED,  # takes turns at grammars; the pool, which bills it, has no blocks of this engine
+    "tenant": Treatment.TRANSLATED,  # takes turns at grammars, and is billed for what goes to the pool
 }
 """Every field of `Prompt`; likewise."""
 

@@ -417,8 +417,6 @@ def _engine_misfit(config: BatonConfig) -> str | None:
             return f"engine.{name} is of the engine baton: engine.kind is vllm"
     if config.model.quantization != "none":
         return "model.quantization is of the engine baton: give vLLM's as engine.vllm.quantization"
-    if config.pool.enabled:
-        return "pool.enabled: the pool does not hold pages of the engine vllm yet"
     return None
 
 

@@ -3,21 +3,27 @@
     python -m tests.baton_vllm.engine_run FAMILY FOLDER
 
 It prints one line of JSON. The prefilling and the receiving half of a pair live in one engine under two cache salts, so that neither finds
-the other's pages; what the sink is told is copied at that moment, as a sender would, and written to the reserved pages later.
+the other's pages; what the sink is told is copied at that moment, as a sender would, and written to the reserved pages later. So do
+those who fill a pool and those who fetch from it.
 """
 
 import json
 import os
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from baton.ids import BlockId, SeqId
+from baton.errors import CorruptKvError
+from baton.generation import Prompt, SamplingParams
+from baton.ids import BlockId, BlockKey, LegKind, SeqId
+from baton.pages import FetchOutcome, PageFetch, PublishedPage
 from baton_engine.messages import PrefillStarted, Released, Reserved, SeqEvent
 from baton_engine.ports import LayerReady
 from baton_vllm.arena import VllmArena
 from baton_vllm.hand_offs import VllmHandOffs
+from baton_vllm.pool_pages import VllmPoolPages
 from kv_transfer.memory.arena import WorkerMemory
 from tests.baton_vllm.families import make_model
 
@@ -38,6 +44,69 @@ def prompt_tokens(length: int) -> list[int]:
     return [(7 * place * place + 3 * place + length) % 250 + 3 for place in range(length)]
 
 
+class BytesPool:
+    """A `KvSource` and a `BlockSink` over the bytes of an engine's pages; blocks that are `corrupt` come with wrong ones."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+        self._outcome = FetchOutcome()
+        self.blocks: dict[BlockKey, list[bytes]] = {}
+        self.corrupt: set[BlockKey] = set()
+
+    @property
+    def _layers(self) -> range:
+        return range(len(self._engine.arena.layout.layers))
+
+    def put(self, pages: Sequence[PublishedPage]) -> None:
+        for page in pages:
+            self.blocks[page.key] = [
+                bytes(self._engine.page(layer, page.block)) for layer in self._layers
+            ]
+
+    def get_num_matched_blocks(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> int:
+        return sum(1 for _ in takewhile(self.blocks.__contains__, keys))
+
+    def prefetch(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+        pass
+
+    def start_load_kv(self, fetches: Sequence[PageFetch]) -> None:
+        failed = {
+            fetch.seq_id: CorruptKvError("wrong bytes")
+            for fetch in fetches
+            if self.corrupt & {*fetch.keys}
+        }
+        for fetch in fetches:
+            for key, block in zip(fetch.keys, fetch.blocks, strict=True):
+                for layer in self._layers:
+                    page = self._engine.page(layer, block)
+                    page[:] = bytes(len(page)) if key in self.corrupt else self.blocks[key][layer]
+        brought = sum(len(fetch.keys) for fetch in fetches if fetch.seq_id not in failed)
+        self._outcome = FetchOutcome(num_blocks=brought, seconds=1e-6, failed=failed)
+
+    def wait_for_layer_load(self, layer_index: int) -> frozenset[SeqId]:
+        return frozenset(self._outcome.failed)
+
+    def finish_load_kv(self) -> FetchOutcome:
+        return self._outcome
+
+    def request_finished(self, seq_id: SeqId) -> None:
+        pass
+
+
+class NotedPages(VllmPoolPages):
+    """Remembers how many tokens of each request came from the pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: dict[str, int] = {}
+
+    def scheduled(
+        self, request_id: str, blocks: Sequence[int], *, start: int, num_tokens: int, anew: bool
+    ) -> None:
+        self.fetched[request_id] = self.pooled_tokens(request_id)
+        super().scheduled(request_id, blocks, start=start, num_tokens=num_tokens, anew=anew)
+
+
 class Engine:
     """vLLM's engine core, driven as a host drives it."""
 
@@ -50,11 +119,15 @@ class Engine:
 
         self.memory = WorkerMemory()
         self.arena = VllmArena(self.memory)
-        self.hand_offs = VllmHandOffs(sink=self)
+        self.hand_offs, self.pool_pages = VllmHandOffs(sink=self), NotedPages()
         config = EngineArgs(
             **engine_args(folder),
             kv_transfer_config=CONNECTOR_CONFIG
-            | {"kv_connector_extra_config": connector_objects(self.hand_offs, self.arena)},
+            | {
+                "kv_connector_extra_config": connector_objects(
+                    self.hand_offs, self.pool_pages, self.arena
+                )
+            },
         ).create_engine_config()
         self.core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self.events: list[SeqEvent] = []
@@ -63,6 +136,9 @@ class Engine:
         self.told_in_steps: dict[str, set[int]] = {}
         self.steps = 0
         self.free_at_first = self.num_free
+        self.pool = BytesPool(self)
+        self.pool_pages.name_by(bytes(32), self.arena.layout)
+        self.pool_pages.connect(self.pool, self.pool)
 
     @property
     def num_free(self) -> int:
@@ -114,12 +190,21 @@ class Engine:
             self.step()
         raise AssertionError(f"{names} did not end: {self.tokens}")
 
-    def whole(self, prompts: list[list[int]], salt: str) -> list[list[int]]:
-        names = [f"{salt}-{index}" for index in range(len(prompts))]
+    def whole(self, prompts: list[list[int]], salt: str, run: str = "") -> list[list[int]]:
+        names = [f"{salt}{run}-{index}" for index in range(len(prompts))]
         for name, prompt in zip(names, prompts, strict=True):
             self.ask(name, prompt, NEW_TOKENS, salt)
         self.run_until(names, NEW_TOKENS)
         return [self.tokens[name] for name in names]
+
+    def pooled(self, prompts: list[list[int]], salt: str) -> dict[str, Any]:
+        """All at once, under a salt of their own; how many tokens of each came from the pool."""
+        names = [SeqId(f"{salt}-{index}") for index in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            asked = Prompt(prompt_tokens=tuple(prompt), sampling=SamplingParams())
+            self.pool_pages.add(name, name, LegKind.GENERATE, asked)
+        tokens = self.whole(prompts, salt)
+        return {"tokens": tokens, "fetched": [self.pool_pages.fetched[name] for name in names]}
 
     def handed_off(self, prompts: list[list[int]], run: str) -> dict[str, Any]:
         """All prompts at once: prefilled under one salt, received under another."""
@@ -239,7 +324,12 @@ def main(family: str, folder: str) -> None:
         "first": engine.handed_off(prompts, "first"),
         "again": engine.handed_off(prompts, "again"),
         "aborted": engine.aborted(prompts[-1]),
+        "published": engine.pooled(prompts, "published"),
+        "fetched": engine.pooled(prompts, "fetched"),
     }
+    engine.pool.corrupt = {*engine.pool.blocks}
+    result["corrupt"] = engine.pooled(prompts, "corrupt")
+    result["corrupt again"] = engine.whole(prompts, "corrupt", "again")
     for _ in range(3):
         engine.step()
     result["leaked"] = engine.free_at_first - engine.num_free

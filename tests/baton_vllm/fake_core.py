@@ -9,6 +9,7 @@ from baton.ids import SeqId
 from baton_engine.fakes.engine import _mix
 from baton_engine.scheduling.limits import EngineLimits
 from baton_vllm.hand_offs import VllmHandOffs
+from baton_vllm.pool_pages import VllmPoolPages
 from baton_vllm.ports import CoreLoad, CoreOutput, Scheduled
 from baton_vllm.requests import CoreRequest
 from tests.baton_vllm.fake_scheduler import FakeRequest, FakeVllm
@@ -19,9 +20,15 @@ HELD_S = 20.0
 class SchedulerCore:
     """A core that schedules as vLLM does, and draws 7 each time. A subclass has a model."""
 
-    def __init__(self, hand_offs: VllmHandOffs, limits: EngineLimits) -> None:
+    def __init__(
+        self,
+        hand_offs: VllmHandOffs,
+        limits: EngineLimits,
+        pool_pages: VllmPoolPages | None = None,
+    ) -> None:
         self.vllm = FakeVllm(
             hand_offs,
+            pool_pages=pool_pages,
             num_blocks=limits.num_blocks + 1,
             block_tokens=limits.block_tokens,
             budget=limits.max_num_batched_tokens,
@@ -112,8 +119,14 @@ class PagedCore(SchedulerCore):
     Its steps wait while it is held.
     """
 
-    def __init__(self, hand_offs: VllmHandOffs, limits: EngineLimits, pages: Pages) -> None:
-        super().__init__(hand_offs, limits)
+    def __init__(
+        self,
+        hand_offs: VllmHandOffs,
+        limits: EngineLimits,
+        pages: Pages,
+        pool_pages: VllmPoolPages | None = None,
+    ) -> None:
+        super().__init__(hand_offs, limits, pool_pages)
         self.vllm.free = list(range(limits.num_blocks))
         self.vllm.block_name = self._block_name  # type: ignore[method-assign]
         self._block_tokens = limits.block_tokens
@@ -136,8 +149,9 @@ class PagedCore(SchedulerCore):
         self._permits.release(1000)
 
     def add(self, request: CoreRequest) -> None:
-        self._tokens[request.request_id] = list(request.tokens)
+        self._tokens[request.request_id] = tokens = list(request.tokens)
         super().add(request)
+        self.vllm.pool_pages.follow(request.request_id, tokens)
 
     def go_on(self, request_id: str, token: int) -> None:
         self._tokens[request_id].append(token)

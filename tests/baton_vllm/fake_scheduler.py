@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from baton.ids import SeqId
 from baton_vllm.hand_offs import VllmHandOffs
+from baton_vllm.pool_pages import VllmPoolPages
 
 
 @dataclass(eq=False)
@@ -31,10 +32,17 @@ class FakeRequest:
 
 class FakeVllm:
     def __init__(
-        self, hand_offs: VllmHandOffs, *, num_blocks: int, block_tokens: int, budget: int
+        self,
+        hand_offs: VllmHandOffs,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        budget: int,
+        pool_pages: VllmPoolPages | None = None,
     ) -> None:
         hand_offs.use_blocks_of(block_tokens)
         self.hand_offs = hand_offs
+        self.pool_pages = pool_pages or VllmPoolPages()
         self.block_tokens, self.budget = block_tokens, budget
         self.free = list(range(1, num_blocks))
         self.references: Counter[int] = Counter()
@@ -43,8 +51,9 @@ class FakeVllm:
         self.waiting: list[FakeRequest] = []
         self.running: list[FakeRequest] = []
         self.received: set[SeqId] = set()
+        self.lost: set[SeqId] = set()
         self.ended: list[FakeRequest] = []
-        self.preempted = False
+        self.preempted: list[FakeRequest] = []
         self.drawn: list[FakeRequest] = []
         """Of the last step: who drew a token."""
 
@@ -61,13 +70,15 @@ class FakeVllm:
         self._finish(request, complete=False, delay=delay)
 
     def step(self, num_layers: int = 2) -> None:
-        self.drawn, self.preempted = [], False
+        self.drawn, self.preempted = [], []
         scheduled = self._schedule()
         self.scheduled(scheduled)
         if scheduled:
             for layer in range(num_layers):
                 self.hand_offs.layer_computed(layer)
         sent, received = self.hand_offs.after_step()
+        received |= self.pool_pages.after_step()
+        self._lose(self.pool_pages.take_lost_blocks())
         for request, num_tokens in scheduled:
             request.num_computed += num_tokens
             self._cache(request)
@@ -110,7 +121,7 @@ class FakeVllm:
                 if taken:
                     scheduled.remove(taken[0])
                 self._preempt(victim)
-                self.preempted = True
+                self.preempted.append(victim)
                 if victim is request:
                     break
             if new is None:
@@ -120,15 +131,17 @@ class FakeVllm:
             request.fresh = (new, False)  # type: ignore[attr-defined]
         if not self.preempted:
             self._admit(scheduled, budget)
+        for request in self.preempted:
+            self.pool_pages.preempted(request.request_id)
         for request, num_tokens in scheduled:
             new, anew = request.fresh  # type: ignore[attr-defined]
+            name, start = request.request_id, request.num_computed
+            pooled = self.pool_pages.pooled_tokens(name)
             self.hand_offs.scheduled(
-                request.request_id,
-                new,
-                start=request.num_computed,
-                num_tokens=num_tokens,
-                anew=anew,
+                name, new, start=start, num_tokens=num_tokens, anew=anew, pooled_tokens=pooled
             )
+            self.pool_pages.scheduled(name, new, start=start, num_tokens=num_tokens, anew=anew)
+        self.pool_pages.before_step()
         return scheduled
 
     def _admit(self, scheduled: list[tuple[FakeRequest, int]], budget: int) -> None:
@@ -139,6 +152,9 @@ class FakeVllm:
                 if request.request_id not in self.received:
                     continue
                 self.received.remove(request.request_id)
+                if request.request_id in self.lost and not request.num_computed:
+                    self._give_back(request)
+                self.lost.discard(request.request_id)
                 self._cache(request)
                 if request.num_computed == request.num_tokens:
                     request.num_computed -= 1
@@ -148,15 +164,13 @@ class FakeVllm:
             if request.num_computed == 0:
                 hit = self._hit(request)
                 num_cached = len(hit) * self.block_tokens
-                elsewhere = self.hand_offs.matched_tokens(
-                    request.request_id, num_cached, len(set(self.free) | set(hit))
-                )
+                elsewhere = self._elsewhere(request, num_cached, len(set(self.free) | set(hit)))
                 if elsewhere is None:
                     continue
                 if elsewhere:
                     if self._allocate(request, num_cached + elsewhere, hit) is None:
                         break
-                    self.hand_offs.allocated(request.request_id, request.blocks)
+                    self._allocated(request)
                     request.status, request.num_computed = "REMOTE", num_cached + elsewhere
                     continue
             else:
@@ -165,13 +179,34 @@ class FakeVllm:
             if not self._fits(request, request.num_tokens, hit):
                 break  # not in chunks either: `scheduler_reserve_full_isl`
             assert self._allocate(request, num_cached + num_tokens, hit) is not None
-            self.hand_offs.allocated(request.request_id, request.blocks)
+            self._allocated(request)
             budget -= num_tokens
             request.num_computed, request.status = num_cached, "RUNNING"
             request.fresh = (list(request.blocks), True)  # type: ignore[attr-defined]
             self.waiting.remove(request)
             self.running.append(request)
             scheduled.append((request, num_tokens))
+
+    def _elsewhere(self, request: FakeRequest, num_cached: int, num_free: int) -> int | None:
+        """As the connector has it."""
+        pool, promised = self.pool_pages, self.hand_offs.promised_blocks
+        unpromised = num_free - pool.promised_blocks
+        tokens = self.hand_offs.matched_tokens(request.request_id, num_cached, unpromised)
+        if tokens == 0:
+            return pool.matched_tokens(request.request_id, num_cached, unpromised - promised)
+        return tokens
+
+    def _allocated(self, request: FakeRequest) -> None:
+        self.hand_offs.allocated(request.request_id, request.blocks)
+        self.pool_pages.allocated(request.request_id, request.blocks)
+
+    def _lose(self, blocks: set[int]) -> None:
+        """What was fetched for a request that waits ends where blocks are wrong; it is computed from there."""
+        for request in self.requests.values():
+            wrong = [index for index, block in enumerate(request.blocks) if block in blocks]
+            if wrong and request.status == "REMOTE":
+                request.num_computed = wrong[0] * self.block_tokens
+                self.lost.add(request.request_id)
 
     def block_name(self, request: FakeRequest, index: int) -> Hashable:
         """By which a full block of its text is found again."""
@@ -203,6 +238,7 @@ class FakeVllm:
             if block in self.free:
                 self.free.remove(block)
         new = [self.free.pop(0) for _ in range(wanted)]
+        self.pool_pages.handed_out(new)
         for key in [key for key, block in self.cached.items() if block in new]:
             del self.cached[key]
         self.references.update(hit + new)
@@ -225,6 +261,7 @@ class FakeVllm:
                 queue.remove(request)
         request.status = "FINISHED"
         self.ended.append(request)
+        self.pool_pages.finished(request.request_id)
         kept = self.hand_offs.finished(request.request_id, complete=complete)
         if not (kept or delay):
             self._free(request)

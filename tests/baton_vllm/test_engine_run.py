@@ -22,7 +22,8 @@ def test_pages_are_handed_off_byte_by_byte_and_continued_token_by_token(
     family: str, tmp_path: Path
 ):
     """Chunked prompts, several at once; the second time both sides have prefixes in their caches. vLLM's block pool is full again in
-    the end, also behind a receiver that was aborted while it waited.
+    the end, also behind a receiver that was aborted while it waited. What is fetched from a pool is what was computed, and what comes
+    with wrong bytes is computed.
     """
     run = subprocess.run(
         [sys.executable, "-m", "tests.baton_vllm.engine_run", family, str(tmp_path)],
@@ -49,6 +50,14 @@ def test_pages_are_handed_off_byte_by_byte_and_continued_token_by_token(
     assert again["held_blocks"] == cached_blocks
     assert again["cached_tokens"] == [32 * blocks for blocks in cached_blocks]
     assert result["aborted"]
+    for name, num_blocks in (
+        ("published", [0] * len(PROMPT_LENGTHS)),
+        ("fetched", cached_blocks),
+        ("corrupt", [0] * len(PROMPT_LENGTHS)),
+    ):
+        assert result[name]["tokens"] == result["vllm"]
+        assert result[name]["fetched"] == [32 * blocks for blocks in num_blocks]
+    assert result["corrupt again"] == result["vllm"]
     assert result["leaked"] == 0
     assert result["flushed"]
     assert "attention=CPU_ATTN" in result["fingerprint"]

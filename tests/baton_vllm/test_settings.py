@@ -46,7 +46,6 @@ def test_a_setting_that_is_not_the_operators_is_refused_by_its_name(name, says):
     [
         ({"engine__deterministic": True}, "engine.deterministic is of the engine baton"),
         ({"model__quantization": "int8"}, "engine.vllm.quantization"),
-        ({"pool__enabled": True}, "pool.enabled"),
     ],
 )
 def test_what_vllm_cannot_do_here_is_refused_when_the_configuration_is_read(given, says):
