@@ -5,7 +5,7 @@ buffers, and slots follow for all tokens at once from positions and block tables
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from baton.errors import EngineError
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.splits import SplitRule, Splits
+from baton_engine.models.block_tables import BlockTables
 from baton_engine.models.decoder import DecoderInput
 from baton_engine.scheduling.plan import Row
 from baton_engine.staging import DeviceStaging
@@ -62,15 +63,14 @@ class InputBuilder:
         one_by_one: bool = False,
     ) -> None:
         self._block_tokens = block_tokens
-        self._num_blocks = num_blocks
         self._staging = DeviceStaging(device)
         self._split_rule = split_rule
-        self._page_stride = page_stride
+        mirror = None if device.type == "cpu" else device
+        self._tables = BlockTables(block_tokens, num_blocks, mirror, page_stride=page_stride)
         self._shift = shift
         self._one_by_one = one_by_one
         self._tokens = np.zeros(0, np.int64)
         self._positions = np.zeros(0, np.int64)
-        self._tables = np.zeros(0, np.int32)
 
     def build(
         self, rows: Sequence[Row], pad_to: int = 0, unseen: Unseen | None = None
@@ -92,8 +92,8 @@ class InputBuilder:
         starts = np.zeros(len(lengths) + 1, np.int32)
         np.cumsum(lengths, out=starts[1:])
         tokens, positions = self._splice(rows, int(starts[-1]))
-        tables = self._fill_tables(rows, padding)
-        slots = self._slots(positions, np.repeat(np.arange(len(lengths)), lengths), tables)
+        tables = self._tables.update(rows, padding)
+        slots = self._slots(positions, np.repeat(tables.rows, lengths))
         slots[len(slots) - padding :] = -1
         ends = [row.start + row.num_tokens - self._shift for row in rows]
         contexts = np.array(ends + [0] * padding, np.int32)
@@ -105,15 +105,16 @@ class InputBuilder:
         alone = [self._num_alone(row) for row in rows]
         if any(alone):
             lengths, own_rows = _split(rows, alone, padding)
-            tables = np.repeat(tables, own_rows, axis=0)
+            tables = replace(tables, rows=np.repeat(tables.rows, own_rows))
             starts = np.zeros(len(lengths) + 1, np.int32)
             np.cumsum(lengths, out=starts[1:])
             last_of = starts[1:] - 1
             contexts = np.where(slots[last_of] < 0, 0, positions[last_of] + 1).astype(np.int32)
         pieces = self._pieces(lengths, contexts)
         places = () if unseen is None else (np.array(unseen.places, np.int64),)
+        changes = (tables.rows, tables.places, tables.pages)
         sent = self._staging.send_arrays(
-            [tokens, positions, slots, starts, contexts, tables, wanted, *pieces, *places]
+            [tokens, positions, slots, starts, contexts, wanted, *changes, *pieces, *places]
         )
         if unseen is not None:
             # A row without a token has failed, which the host will see; until then it computes some token.
@@ -125,10 +126,10 @@ class InputBuilder:
                 slots=sent[2],
                 query_starts=sent[3],
                 context_lens=sent[4],
-                block_tables=sent[5],
-                splits=Splits(row_of_piece=sent[7], first_piece=sent[8]) if pieces else None,
+                block_tables=self._tables.gather(tables.width, *sent[6:9]),
+                splits=Splits(row_of_piece=sent[9], first_piece=sent[10]) if pieces else None,
             ),
-            logit_tokens=sent[6],
+            logit_tokens=sent[5],
         )
 
     def _num_alone(self, row: Row) -> int:
@@ -177,26 +178,11 @@ class InputBuilder:
         self._positions[begin:total] = 0
         return self._tokens[:total], self._positions[:total]
 
-    def _fill_tables(self, rows: Sequence[Row], padding: int) -> NDArray[np.int32]:
-        needed = [-(-(row.start + row.num_tokens) // self._block_tokens) for row in rows]
-        width = max(needed)
-        total = len(rows) + padding
-        self._tables = _grown(self._tables, total * width)
-        tables = self._tables[: total * width].reshape(total, width)
-        tables[len(rows) :] = 0
-        for table, row, count in zip(tables, rows, needed, strict=False):
-            table[:count] = row.seq.blocks[:count]
-            table[count:] = 0
-        if int(tables.max()) >= self._num_blocks or int(tables.min()) < 0:
-            raise EngineError(f"a block table names a page outside the arena's {self._num_blocks}")
-        tables *= self._page_stride
-        return tables
-
     def _slots(
-        self, positions: NDArray[np.int64], row_of: NDArray[np.int64], tables: NDArray[np.int32]
+        self, positions: NDArray[np.int64], kept_row_of: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        blocks = tables[row_of, positions // self._block_tokens].astype(np.int64)
-        return blocks * self._block_tokens + positions % self._block_tokens
+        blocks = self._tables.pages_at(kept_row_of, positions // self._block_tokens)
+        return blocks.astype(np.int64) * self._block_tokens + positions % self._block_tokens
 
 
 def _split(
