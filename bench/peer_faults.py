@@ -177,8 +177,11 @@ async def _measure(
         for seed, stream in enumerate(streams)
     ]
     while not all(stream.tokens >= _BEGUN_TOKENS for stream in streams):
-        if any(task.done() for task in running):
-            raise RuntimeError("a stream ended before the fault")
+        for stream, task in zip(streams, running, strict=True):
+            if task.done():
+                raise RuntimeError(
+                    f"a stream ended before the fault, {stream.end} after {stream.tokens} tokens"
+                )
         await asyncio.sleep(0.01)
     began_s = time.monotonic()
     watched = streams
