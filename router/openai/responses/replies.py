@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field
 from router.http.errors import ErrorDetails
 from router.http.fields import JsonObject
 from router.openai.replies import ChatTokenLogprob
+from router.openai.responses.requests import TextFormat
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -90,16 +91,10 @@ class IncompleteDetails(BaseModel):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-class TextForm(BaseModel):
-    """The form of the answer."""
-
-    type: Literal["text"] = "text"
-
-
 class TextReply(BaseModel):
-    """The same where it stands in a response."""
+    """The form of the answer, as it was asked for."""
 
-    format: TextForm = TextForm()
+    format: TextFormat
 
 
 class ResponseReply(BaseModel):
@@ -122,7 +117,7 @@ class ResponseReply(BaseModel):
     service_tier: str
     store: Literal[False] = False
     temperature: float
-    text: TextReply = TextReply()
+    text: TextReply
     tool_choice: Literal["none", "auto", "required"] | JsonObject
     tools: list[JsonObject]
     top_logprobs: int

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     JsonValue,
@@ -287,6 +288,8 @@ class HostedChoice(BodyObject):
 class SchemaFormat(BodyObject):
     """An answer that follows a JSON schema."""
 
+    model_config = ConfigDict(serialize_by_alias=True)
+
     type: Literal["json_schema"]
     name: FunctionName
     schema_: JsonObject = Field(alias="schema")
@@ -294,12 +297,13 @@ class SchemaFormat(BodyObject):
     strict: bool | None = None
 
 
+TextFormat = Annotated[PlainText | JsonObjectFormat | SchemaFormat, Field(discriminator="type")]
+
+
 class TextSettings(BodyObject):
     """The form of the answer, and how wordy it is to be."""
 
-    format: (
-        Annotated[PlainText | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None
-    ) = None
+    format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -362,9 +366,15 @@ class ResponsesRequest(ReasoningBody):
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
     @property
+    def text_format(self) -> TextFormat:
+        """The form of `text`; plain text where none is said."""
+        asked = None if self.text is None else self.text.format
+        return PlainText(type="text") if asked is None else asked
+
+    @property
     def form_asked(self) -> AnswerForm | None:
-        """The form of `text`."""
-        match None if self.text is None else self.text.format:
+        """What an answer of that form is held to."""
+        match self.text_format:
             case JsonObjectFormat():
                 return AnswerForm(kind="json", value=ANY_OBJECT, param="text")
             case SchemaFormat() as form:

@@ -38,6 +38,7 @@ from router.openai.responses.replies import (
     ResponseUsage,
     Status,
     TextDoneEvent,
+    TextReply,
 )
 from router.openai.responses.requests import ResponsesRequest
 from router.parsing.events import (
@@ -336,6 +337,7 @@ class ResponseWriter:
             parallel_tool_calls=body.parallel_tool_calls is not False,
             service_tier=body.served_tier or "default",
             temperature=sampling.temperature,
+            text=TextReply(format=body.text_format),
             tool_choice=choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
             tools=[tool.model_dump() for tool in body.functions],
             top_logprobs=body.top_logprobs or 0,

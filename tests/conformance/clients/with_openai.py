@@ -58,6 +58,19 @@ def responses(client: openai.OpenAI, model: str) -> None:
     }  # fmt: skip
     typed = client.responses.parse(text_format=Weather, **common)
     assert isinstance(typed.output_parsed, Weather)
+    assert typed.text is not None
+    assert typed.text.format is not None
+    assert typed.text.format.type == "json_schema"
+
+    with client.responses.stream(text_format=Weather, **common) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert isinstance(final.output_parsed, Weather)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == final.output_text
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert done.parsed == final.output_parsed
+    assert [events[0].type, events[-1].type] == ["response.created", "response.completed"]
 
     answer = client.responses.create(
         tools=[tool], tool_choice="required", parallel_tool_calls=False, **common

@@ -240,3 +240,34 @@ async def test_openais_client_parses_arguments_and_answers() -> None:
                 model=MODEL, input="hi", text_format=Weather, extra_body=THINKS
             )
             assert answer.output_parsed == Weather(city="Rome")
+
+
+async def test_openais_client_streams_a_typed_answer() -> None:
+    async with serve(chat_template=TEMPLATE) as served, listening(served.app) as url:
+        served.says('{"city": "Rome"}')
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+        async with (
+            client,
+            client.responses.stream(model=MODEL, input="hi", text_format=Weather) as stream,
+        ):
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+    kinds = [event.type for event in events]
+    deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * len(deltas),
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert json.loads("".join(deltas)) == {"city": "Rome"}
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert done.parsed == final.output_parsed == Weather(city="Rome")
+    assert final.text is not None
+    assert final.text.format is not None
+    assert final.text.format.type == "json_schema"

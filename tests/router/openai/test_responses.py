@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import openai
 import pytest
@@ -100,6 +101,44 @@ async def test_a_stream_tells_of_everything_in_order_and_adds_up_to_the_whole():
         final = events[-1][1]["response"]
         assert final["output"][0]["content"] == whole["output"][0]["content"]
         assert final["usage"] == whole["usage"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"type": "text"},
+        {"type": "json_object"},
+        {
+            "type": "json_schema",
+            "name": "n",
+            "description": "Some.",
+            "schema": {"type": "object", "default": {"logprobs": []}},
+            "strict": True,
+        },
+    ],
+    ids=lambda asked: asked["type"],
+)
+async def test_the_form_that_was_asked_for_stands_in_the_response(asked: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {
+        "text": {"format": asked},
+        "include": ["message.output_text.logprobs"],
+    }
+    async with serve() as served:
+        served.says("{}")
+        whole = (await respond(served, **fields)).json()
+        OpenaiResponse.model_validate(whole, strict=True)
+        assert whole["text"] == {"format": asked}
+        assert whole["output"][0]["content"][0]["logprobs"]
+        events = named_events((await respond(served, **fields, stream=True)).text)
+        told = [event["response"]["text"] for _, event in events if "response" in event]
+        assert told == [{"format": asked}] * 3
+
+
+@pytest.mark.parametrize("fields", [{}, {"text": None}, {"text": {}}, {"text": {"format": None}}])
+async def test_without_a_form_the_response_says_that_it_is_text(fields: dict[str, Any]) -> None:
+    async with serve() as served:
+        served.says("x")
+        assert (await respond(served, **fields)).json()["text"] == {"format": {"type": "text"}}
 
 
 async def test_logprobs_come_when_they_are_to_be_included():
