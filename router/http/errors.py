@@ -84,9 +84,12 @@ def from_validation(
     if first["type"] == "json_invalid":
         return InvalidRequestError(f"The body is not JSON: {first['ctx']['error']}")
     param = first.get("ctx", {}).get("param") or _param(first["loc"])
-    message = _message([e for e in errors if _param(e["loc"]) == _param(first["loc"])])
+    about_it = [e for e in errors if _param(e["loc"]) == _param(first["loc"])]
+    inside = [e for e in about_it if _item(e["loc"])]
+    where = _item(inside[0]["loc"]) if inside else param
+    message = _message(inside or about_it)
     known = UnsupportedParameterError if first["type"] == UNSUPPORTED else InvalidRequestError
-    return known(f"{param}: {message}" if param else message, param=param)
+    return known(f"{where}: {message}" if where else message, param=param)
 
 
 def _shifted(location: tuple[int | str, ...], offset: int) -> tuple[int | str, ...]:
@@ -117,6 +120,15 @@ def _param(location: tuple[int | str, ...]) -> str | None:
     for step in location[1:3]:
         name += f"[{step}]" if isinstance(step, int) else f".{step}"
     return name
+
+
+def _item(location: tuple[int | str, ...]) -> str:
+    """`input[3].call_id`, where that is what a complaint is about; before an item's field pydantic names the item's type."""
+    place = next((i for i, step in enumerate(location) if isinstance(step, int)), None)
+    if place is None or location[0] != "input":
+        return ""
+    field = "".join(f".{step}" for step in location[place + 2 : place + 3])
+    return f"input[{location[place]}]{field}"
 
 
 def install(app: FastAPI) -> None:

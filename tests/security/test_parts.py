@@ -106,6 +106,28 @@ async def test_a_fault_in_a_late_message_is_told_by_its_place():
     assert (error.param, error.code) == ("input", "unsupported_parameter")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"type": "function_call", "name": "f"}, "call_id"),
+        ({"type": "function_call", "call_id": "a", "name": "a b", "arguments": "{}"}, "name"),
+        ({"type": "function_call", "call_id": "a", "name": "f", "arguments": {}}, "arguments"),
+        ({"type": "function_call_output", "call_id": "a"}, "output"),
+        ({"type": "reasoning", "content": "hm"}, "content"),
+        ({"role": "robot", "content": "hi"}, "role"),
+    ],
+)
+@pytest.mark.parametrize("place", [1, 3333])
+async def test_a_fault_in_an_item_is_told_by_its_place_and_field(
+    wrong: dict[str, Any], field: str, place: int
+):
+    """A body with the later one is read in pieces."""
+    items = [*[SAID] * place, wrong, *[SAID] * (place // 5)]
+    error = await _refused(ResponsesRequest, {"model": MODEL, "input": items})
+    assert (error.param, error.code) == ("input", "invalid_request")
+    assert error.message.startswith(f"input[{place}].{field}: ")
+
+
 @pytest.mark.parametrize("field", ["messages", "input"])
 async def test_the_largest_conversation_is_read_as_it_would_be_at_once(field: str):
     parts = [{"type": "text", "text": '[{,\\"é'}] * 13

@@ -175,7 +175,11 @@ InputItem = Annotated[
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind),
+    Discriminator(
+        _kind,
+        custom_error_type="no_item",
+        custom_error_message="Has to be a message, function_call, function_call_output or reasoning.",
+    ),
 ]
 InputItems = Annotated[
     list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
