@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
-from baton.generation import FinishReason
+from baton.generation import FinishReason, Prompt
+from baton.hashing import chain_keys, root_key
+from baton.ids import BlockKey
 from router.openai.replies import ChatCompletion, ChatCompletionChunk
+from tests.router.known_workers import layout
 from tests.router.served import Served, events, serve
 
 TEMPLATE = (
@@ -358,25 +361,46 @@ async def test_calls_that_cannot_be_required_are_refused() -> None:
         assert error["param"] == "tool_choice"
 
 
-async def test_how_tools_are_to_be_called_and_what_is_asked_leave_their_tokens_alone() -> None:
-    """So that they are found in a prefix cache, whose keys are made of tokens: neither a choice nor its grammar is among them."""
+def block_keys(prompt: Prompt) -> list[BlockKey]:
+    """Under which workers and pools keep the prompt's full blocks."""
+    root = root_key(b"s" * 32, scope=prompt.cache_scope, layout=layout())
+    return chain_keys(b"s" * 32, root, prompt.prompt_tokens, layout().block_tokens)
+
+
+async def test_how_tools_are_to_be_called_and_what_is_asked_leave_their_blocks_alone() -> None:
+    """So that they are found in a prefix cache: neither a choice nor a grammar is in a block's key, and what is asked comes after the tools."""
     named = {"type": "function", "function": {"name": "now"}}
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    variants: tuple[dict[str, Any], ...] = (
+        {"tools": [WEATHER, NOW]},
+        {"tools": [WEATHER, NOW], "tool_choice": "required"},
+        {"tools": [WEATHER, NOW], "tool_choice": named},
+        {"tools": [WEATHER, NOW], "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": [WEATHER, NOW], "max_thinking_tokens": 5},
+    )
+    asks_else = {"messages": [{"role": "user", "content": "something else " * 9}]}
     async with serve(chat_template=TEMPLATE) as served:
         served.says("x")
-        tools: dict[str, Any] = {"tools": [WEATHER, NOW]}
-        variants: tuple[dict[str, Any], ...] = (
-            {},
-            {"tool_choice": "required"},
-            {"tool_choice": named},
-            {"parallel_tool_calls": False, "tool_choice": "required"},
-            {"messages": [{"role": "user", "content": "something else"}]},
-        )
-        for fields in variants:
-            assert (await served.chat(**tools, **fields)).status_code == 200
-        *same, other = [list(r.prompt.prompt_tokens) for r in served.generator.requests]
-        assert all(tokens == same[0] for tokens in same)
-        assert len({r.prompt.sampling.grammar for r in served.generator.requests[:4]}) == 4
-        shared = next(i for i, (a, b) in enumerate(zip(same[0], other, strict=False)) if a != b)
-        text = await served.tokenizer.decode(same[0][:shared])
+        for fields in (
+            *variants,
+            {**variants[0], **asks_else},
+            {**variants[0], "cache_salt": "mine"},
+            asks_else,
+            {**asks_else, "response_format": schema},
+        ):
+            assert (await served.chat(**fields)).status_code == 200
+        prompts = [request.prompt for request in served.generator.requests]
+        *same, other, salted, plain, formed = map(block_keys, prompts)
+        assert same[0]
+        assert all(keys == same[0] for keys in same)
+        assert len({prompt.sampling.grammar for prompt in prompts[:5]}) == 5
+        assert formed == plain
+        assert prompts[-1].sampling.grammar
+        assert not {*salted} & {*same[0]}
+        shared = sum(a == b for a, b in zip(same[0], other, strict=False))
+        assert same[0][:shared] == other[:shared]
+        assert other[shared:]
+        tokens = prompts[0].prompt_tokens[: (shared + 1) * layout().block_tokens]
+        text = await served.tokenizer.decode(tokens)
         assert text.startswith("<tools>")
-        assert "</tools>" in text
+        assert "</tools>" in text, "all blocks of tools but the one that they end in"
