@@ -485,6 +485,22 @@ def test_an_engine_is_built_with_its_drafter(model, small):
         )
 
 
+def test_an_engine_with_a_drafter_of_another_vocabulary_does_not_start(tmp_path, model):
+    drafter = make_model(tmp_path / "drafter", "llama", num_layers=1, vocab_size=330)
+    asked = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
+    config = EngineConfig(kv_cache_memory_bytes=8 << 20, device="cpu", speculative_config=asked)
+    with pytest.raises(ConfigError, match="a vocabulary of 330 tokens") as refused:
+        build_engine(
+            ModelConfig(model=str(model), max_model_len=256),
+            config,
+            secret=bytes(32),
+            memory=WorkerMemory(),
+            sink=None,
+            progress=lambda _what, _fraction: None,
+        )
+    assert refused.value.param == "engine.speculative_config.model"
+
+
 def _longer(model: Path) -> Path:
     """The same, made for longer texts."""
     return make_model(model.parent / "longer", "llama", num_layers=1, max_position=4096)

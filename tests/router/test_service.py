@@ -328,3 +328,23 @@ def test_the_router_does_not_import_torch():
 def test_the_router_imports_where_there_is_no_torch():
     code = "import sys; sys.modules['torch'] = None; import router.service; print(sys.modules['torch'])"
     assert imports(code) == "None"
+
+
+@pytest.mark.parametrize(
+    ("router", "told"),
+    [
+        (RouterConfig(tool_call_parser="hermse"), r"router\.tool_call_parser: .*'hermse'.* hermes"),
+        (RouterConfig(reasoning_parser="qwen"), r"router\.reasoning_parser: .*'qwen'.* qwen3"),
+    ],
+)
+async def test_a_parser_that_there_is_not_ends_the_start_with_those_that_there_are(
+    tmp_path: Path, router: RouterConfig, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        await service.run(
+            config(tmp_path, router=router),
+            sockets=[],
+            worker_addresses=[],
+            notify=Launcher(),
+            stop=asyncio.Event(),
+        )
