@@ -176,6 +176,24 @@ async def test_a_grammar_that_cannot_be_is_refused(form, said, checker):
     assert said in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        (GrammarConfig(max_symbols=9), "grammar size"),
+        (GrammarConfig(compile_fuel=300), "initial lexer configuration"),
+    ],
+)
+async def test_a_grammar_that_takes_too_much_work_is_refused_by_its_field(limits, said, checker):
+    field = {"type": "string", "maxLength": 9, "pattern": "^(a|b)*a(a|b){9}$"}
+    form = of("json", {"properties": {f"p{i}": field | {"minLength": i} for i in range(9)}})
+    assert await checker.text_of(form, "tenant")
+    narrow = GrammarChecker(limits, (), new_registry())
+    with pytest.raises(InvalidRequestError, match=f"^field: {said}.*too big") as caught:
+        await narrow.text_of(form, "tenant")
+    narrow.close()
+    assert caught.value.param == "field"
+
+
 async def test_a_grammar_is_checked_once():
     registry = new_registry()
     checker = GrammarChecker(GrammarConfig(), (), registry)
