@@ -180,6 +180,7 @@ async def test_required_functions_are_a_grammar(choice: Any, callable_: set[str]
         ({"tools": [NOW], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]}},
          "invalid_request", "tool_choice"),
         ({"tools": [NOW, {"type": "mcp"}]}, "unsupported_parameter", "tools"),
+        ({"tools": [WEATHER | {"strict": True, "parameters": {"not": {}}}]}, "unsupported_parameter", "tools"),
         ({"tools": [NOW], "text": {"format": {"type": "json_object"}}}, "invalid_request", "text"),
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]}, "invalid_request", "input"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "now", "arguments": "[]"}]}, "invalid_request", "input"),
