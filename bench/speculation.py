@@ -1,17 +1,20 @@
-"""What guessed tokens bring: `python -m bench.speculation [--shape llama116m] [--rounds N] [--only WAY ...] [--json FILE]`.
+"""What guessed tokens bring: `python -m bench.speculation [--shape llama116m] [--rounds N] [--only WAY ...] [--batches N ...] [--json FILE]`.
 
-Two engines over one model, one with drafts and one without, in turns, each in a process of its own: drafts from n-grams; from a draft model, the first two layers of the
-model under the same head; from one that is always wrong, whose head names another token; and from the model itself, all of whose drafts have to
+Two engines over one model, one with drafts and one without, in turns, each in a process of its own: drafts from n-grams; by suffix, from the text and from the outputs before
+it; from a draft model, the first two layers of the model under the same head; from one that is always wrong, whose head names another token; and from the model itself, all of whose drafts have to
 be accepted, though they cost as much as they bring. The model has random weights, but for its head, which
 makes it say a passage of 64 tokens over and over; what it draws at a temperature leaves the passage every dozen tokens and goes on at another
 place of it, as edited code or an extracted text repeats what stands before, with changes. Random text is drawn from 24 tokens alike, so that
-pairs of them come again while what followed is mostly wrong: drafts are found, and the engine has to learn that they do not pay. That
-both engines say the same is counted.
+pairs of them come again while what followed is mostly wrong: drafts are found, and the engine has to learn that they do not pay. Recurring text is
+the passage behind prompts that hold a few of its tokens: an answer repeats the answers before it, but not its prompt. That both engines say the same is counted.
+
+What looking drafts up takes is measured without a model: Python sources of the standard library are read on in, as if all drafts were verified, by the words behind the first 1,000 of each.
 """
 
 import argparse
 import json
 import multiprocessing
+import re
 import shutil
 import tempfile
 import threading
@@ -26,10 +29,13 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from baton.config.schema import EngineConfig, ModelConfig
+from baton.config.speculative import NgramSpeculation, SuffixSpeculation, read_speculative
 from baton.generation import Prompt, SamplingParams
 from baton.ids import SeqId
 from baton.tokens import PackedTokens
 from baton_engine.messages import Generate, StepEvents
+from baton_engine.scheduling.drafts import NgramIndex
+from baton_engine.scheduling.suffixes import SuffixDrafter, SuffixIndex
 from bench.harness.report import Report
 from bench.harness.shapes import SHAPES, write_model
 from kv_transfer.memory.arena import WorkerMemory
@@ -45,13 +51,24 @@ NGRAMS: dict[str, object] = {
     "prompt_lookup_max": 5,
     "prompt_lookup_min": 2,
 }
+SUFFIXES: dict[str, object] = {"method": "suffix"}
 _DRAFT_LAYERS, _NUM_DRAFTS = 2, 5
-WAYS = ("ngram", "draft_model", "wrong_drafter", "equal_drafter")
-_PROMPT, _TOKENS = 128, 160
+WAYS = ("ngram", "suffix", "draft_model", "wrong_drafter", "equal_drafter")
+_PROMPT, _SHORT_PROMPT, _TOKENS = 128, 16, 160
 _PASSAGE = range(1000, 1064)
 _RANDOM = range(1000, 1024)
 _COPYING, _RANDOMLY = 1.5, 1000.0
 """Temperatures: at the first one the head's choice is left every dozen tokens, at the second all tokens are alike."""
+
+_KINDS: dict[str, tuple[range, float, int]] = {
+    "repetitive": (_PASSAGE, _COPYING, _PROMPT),
+    "random": (_RANDOM, _RANDOMLY, _PROMPT),
+    "recurring": (_PASSAGE, _COPYING, _SHORT_PROMPT),
+}
+"""Of texts: their tokens, temperature and length of prompt."""
+
+_BY_LOOKING_UP: dict[str, dict[str, object]] = {"ngram": NGRAMS, "suffix": SUFFIXES}
+_SOURCES, _WORDS, _KNOWN_WORDS = 12, 2500, 1000
 
 _Texts = dict[SeqId, list[int]]
 
@@ -173,19 +190,20 @@ def make_repeat(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
 
 
-def _prompts(number: int, batch: int, *, repeats: bool) -> list[Prompt]:
-    tokens = _PASSAGE if repeats else _RANDOM
+def _prompts(number: int, batch: int, kind: str) -> list[Prompt]:
+    tokens, temperature, length = _KINDS[kind]
+    repeats = tokens is _PASSAGE
     drawn = SamplingParams(
         max_tokens=_TOKENS,
         ignore_eos=True,
-        temperature=_COPYING if repeats else _RANDOMLY,
+        temperature=temperature,
         allowed_token_ids=PackedTokens.of(tokens),
     )
     return [
         Prompt(
             prompt_tokens=tuple(
                 tokens[(place + 17 * i) % len(tokens) if repeats else rng.randrange(len(tokens))]
-                for place in range(_PROMPT)
+                for place in range(length)
             ),
             sampling=replace(drawn, seed=100 * number + i),
         )
@@ -234,22 +252,93 @@ def _by_model(directory: Path) -> dict[str, object]:
     }
 
 
+def measure_lookups(way: str) -> dict[str, float]:
+    """CPU microseconds of reading on in a text and finding its drafts, and tokens that are drafted and right per step."""
+    config = read_speculative(_BY_LOOKING_UP[way])
+    assert isinstance(config, NgramSpeculation | SuffixSpeculation)
+    new_index, read_ended = _lookup(config)
+    taken_us: list[float] = []
+    drafted = right = 0
+    for text in _sources():
+        read_ended(_WORDS)
+        index = new_index()
+        known = text[:_KNOWN_WORDS]
+        index.read(known, len(known))
+        while len(known) < len(text):
+            begun_s = time.thread_time()
+            index.read(known, _WORDS)
+            drafts = index.continuation(known, config.num_speculative_tokens)
+            taken_us.append(1e6 * (time.thread_time() - begun_s))
+            said = text[len(known) :]
+            pairs = enumerate(zip(drafts, said, strict=False))
+            num_right = next(
+                (i for i, (one, other) in pairs if one != other), min(len(drafts), len(said))
+            )
+            drafted += len(drafts)
+            right += num_right
+            known += said[: num_right + 1]
+        if isinstance(index, SuffixIndex):
+            index.end(known)
+    taken_us.sort()
+    return {
+        f"{way}_lookup_us_p50": taken_us[len(taken_us) // 2],
+        f"{way}_lookup_us_p99": taken_us[len(taken_us) * 99 // 100],
+        f"{way}_lookup_drafted_per_step": drafted / len(taken_us),
+        f"{way}_lookup_right_per_step": right / len(taken_us),
+    }
+
+
+def _lookup(
+    config: NgramSpeculation | SuffixSpeculation,
+) -> tuple[Callable[[], NgramIndex | SuffixIndex], Callable[[int], int]]:
+    """Makes the index of another text; reads texts that have ended."""
+    if isinstance(config, SuffixSpeculation):
+        drafter = SuffixDrafter(config)
+        return lambda: drafter.index("", _KNOWN_WORDS), drafter.read_ended
+    shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
+    return lambda: NgramIndex(shortest, longest), lambda _most: 0
+
+
+def _sources() -> list[list[int]]:
+    """Words and signs of some sources, as tokens."""
+    numbers: dict[str, int] = {}
+    files = sorted(Path(argparse.__file__).parent.glob("[a-d]*.py"))
+    longest = sorted(files, key=lambda file: -file.stat().st_size)[:_SOURCES]
+    return [
+        [
+            numbers.setdefault(word, len(numbers))
+            for word in re.findall(r"\w+|[^\w\s]|\s+", file.read_text(encoding="utf-8"))
+        ][:_WORDS]
+        for file in longest
+    ]
+
+
 def measure(
-    directory: Path, rounds: int, only: Sequence[str], tell: Callable[[str], None]
+    directory: Path,
+    rounds: int,
+    only: Sequence[str],
+    batches: Sequence[int],
+    tell: Callable[[str], None],
 ) -> dict[str, float]:
     """All figures of `only` these ways to guess."""
     model = directory / "model"
     ways = {
         "ngram": lambda: NGRAMS,
+        "suffix": lambda: SUFFIXES,
         "draft_model": lambda: make_drafter(model, directory / "drafter", is_wrong=False),
         "wrong_drafter": lambda: make_drafter(model, directory / "wrong", is_wrong=True),
         "equal_drafter": lambda: _by_model(model),
     }
     figures: dict[str, float] = {}
+    for way in _BY_LOOKING_UP:
+        if way in only:
+            found = measure_lookups(way)
+            figures |= found
+            tell(f"{way}: {found}")
     with EngineProcess(model, {}) as plain:
         for way in only:
             with EngineProcess(model, ways[way]()) as guessing:
-                figures |= _of_one_way(way, guessing, plain, rounds, tell)
+                figures |= _of_one_way(way, guessing, plain, rounds, batches, tell)
     return figures
 
 
@@ -258,14 +347,17 @@ def _of_one_way(
     guessing: EngineProcess,
     plain: EngineProcess,
     rounds: int,
+    batches: Sequence[int],
     tell: Callable[[str], None],
 ) -> dict[str, float]:
     figures: dict[str, float] = {}
-    for name, repeats in (("repetitive", True), ("random", False)):
-        if way == "equal_drafter" and not repeats:
+    for name in _KINDS:
+        if (way == "equal_drafter" and name == "random") or (
+            way not in _BY_LOOKING_UP and name == "recurring"
+        ):
             continue
-        for batch in (1, 8):
-            found = _contest(guessing, plain, rounds, batch, repeats=repeats)
+        for batch in batches:
+            found = _contest(guessing, plain, rounds, batch, name)
             figures |= {f"{way}_{key}_{name}_b{batch}": value for key, value in found.items()}
             tell(f"{way}, {name}, batch {batch}: {found}")
     return figures
@@ -276,15 +368,14 @@ def _contest(
     plain: EngineProcess,
     rounds: int,
     batch: int,
-    *,
-    repeats: bool,
+    kind: str,
 ) -> dict[str, float]:
     """Turn about, the first round for warming up."""
     rates: tuple[list[float], list[float]] = ([], [])
     same = 0
     before = guessing.drafts
     for number in range(rounds + 1):
-        prompts = _prompts(number, batch, repeats=repeats)
+        prompts = _prompts(number, batch, kind)
         sides = [guessing, plain] if number % 2 else [plain, guessing]
         told = {id(side): side.run(prompts) for side in sides}
         (guessing_rate, guessed), (plain_rate, wanted) = told[id(guessing)], told[id(plain)]
@@ -309,19 +400,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama116m")
     parser.add_argument("--rounds", type=int, default=5, help="turns of either engine")
     parser.add_argument("--only", choices=WAYS, nargs="+", default=WAYS, help="ways to guess")
+    parser.add_argument("--batches", type=int, nargs="+", default=(1, 8), help="texts at once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "model"
         write_model(SHAPES[arguments.shape], model)
         make_repeat(model)
-        figures = measure(Path(directory), arguments.rounds, arguments.only, print)
+        figures = measure(
+            Path(directory), arguments.rounds, arguments.only, arguments.batches, print
+        )
     report = Report(
         benchmark="speculation",
         settings={
             "shape": arguments.shape,
             "rounds": arguments.rounds,
             "prompt_tokens": _PROMPT,
+            "short_prompt_tokens": _SHORT_PROMPT,
             "output_tokens": _TOKENS,
             "draft_layers": _DRAFT_LAYERS,
             "num_drafts_by_model": _NUM_DRAFTS,
