@@ -37,7 +37,13 @@ from baton_engine.messages import (
     SeqEvent,
     StepEvents,
 )
-from baton_engine.ports import BlockSink, GrammarCompiler, KvSource, TokenConstraint
+from baton_engine.ports import (
+    BlockSink,
+    CompilingGrammar,
+    GrammarCompiler,
+    KvSource,
+    TokenConstraint,
+)
 from baton_engine.scheduling.plan import (
     NO_TOKEN,
     Drafter,
@@ -67,10 +73,10 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compiled:
-    """The grammar of a command's prompt, compiled, or why it could not be."""
+    """The grammar of a command's prompt, compiled, or why it could not be; the command waited for it, or is in the scheduler."""
 
     command: AddRequest
-    outcome: TokenConstraint | BatonError
+    grammar: CompilingGrammar
 
 
 class StepTimes:
@@ -122,7 +128,7 @@ class EngineLoop:
         emit: Receives the events, on the thread that runs the loop. What is known before a step is told before it runs,
             so that a hand-off can be prepared while the step computes.
         clock: For `progress_s`.
-        grammars: Compiles the grammars of prompts, which wait for it; no other prompt does. None where grammars are refused.
+        grammars: Compiles the grammars of prompts, whose draws wait for it; those of no other prompt do. None where grammars are refused.
         drafter: Guesses tokens before steps are planned; None where no model does.
         ahead: Launch a step that can be planned ahead behind the one that is computed. A command that comes meanwhile waits
             for both.
@@ -311,37 +317,54 @@ class EngineLoop:
                 return []
             case _Compiled():
                 return self._take_compiled(command)
-            case Generate() | Prefill() | Receive() if command.prompt.sampling.grammar:
-                return self._compile(command)
+            case Generate() | Prefill() if command.prompt.sampling.grammar:
+                return self._compile_beside(command)
+            case Receive() if command.prompt.sampling.grammar:
+                return self._compile_before(command)
             case Abort() if self._compiling.pop(command.seq_id, None) is not None:
                 return [Released(seq_id=command.seq_id)]
         return self._scheduler.handle(command, self._clock.now_s())
 
-    def _compile(self, command: AddRequest) -> list[SeqEvent]:
-        """The command waits until its grammar is compiled, and comes again."""
+    def _compile_beside(self, command: AddRequest) -> list[SeqEvent]:
+        """The prompt is computed meanwhile; only what is drawn waits for its grammar."""
+        if self._grammars is None:
+            return [_without_grammars(command)]
+        grammar = CompilingGrammar()
+        events = self._scheduler.handle(command, self._clock.now_s(), grammar)
+        if not events:  # else it is refused
+            self._begin_compiling(self._grammars, command, grammar)
+        return events
+
+    def _compile_before(self, command: AddRequest) -> list[SeqEvent]:
+        """The command waits until its grammar is compiled, and comes again: nothing is computed here meanwhile."""
         seq_id = command.seq_id
         if self._compiling.pop(seq_id, None) is not None:
             story = self._scheduler.story(seq_id)
             error = InvariantError(f"sequence {seq_id} was submitted twice", story=story)
             return [Failed(seq_id=seq_id, error=error)]
         if self._grammars is None:
-            refusal = UnsupportedParameterError("this worker's model cannot be held to a grammar")
-            return [Failed(seq_id=seq_id, error=refusal)]
+            return [_without_grammars(command)]
         self._compiling[seq_id] = command
-        self._grammars.compile(
-            command.prompt,
-            lambda outcome: self._inbox.put(_Compiled(command=command, outcome=outcome)),
-        )
+        self._begin_compiling(self._grammars, command, CompilingGrammar())
         return []
 
+    def _begin_compiling(
+        self, grammars: GrammarCompiler, command: AddRequest, grammar: CompilingGrammar
+    ) -> None:
+        def done(outcome: TokenConstraint | BatonError) -> None:
+            grammar.outcome = outcome
+            self._inbox.put(_Compiled(command=command, grammar=grammar))
+
+        grammars.compile(command.prompt, done)
+
     def _take_compiled(self, compiled: _Compiled) -> list[SeqEvent]:
-        command, outcome = compiled.command, compiled.outcome
+        command, grammar = compiled.command, compiled.grammar
         if self._compiling.get(command.seq_id) is not command:
-            return []  # aborted meanwhile
+            return self._scheduler.compiled(command.seq_id, grammar, self._clock.now_s())
         del self._compiling[command.seq_id]
-        if isinstance(outcome, BatonError):
-            return [Failed(seq_id=command.seq_id, error=outcome)]
-        return self._scheduler.handle(command, self._clock.now_s(), outcome)
+        if grammar.fault is not None:
+            return [Failed(seq_id=command.seq_id, error=grammar.fault)]
+        return self._scheduler.handle(command, self._clock.now_s(), grammar.constraint)
 
     def _emit_events(
         self,
@@ -378,6 +401,11 @@ class EngineLoop:
         return events
 
 
+def _without_grammars(command: AddRequest) -> Failed:
+    refusal = UnsupportedParameterError("this worker's model cannot be held to a grammar")
+    return Failed(seq_id=command.seq_id, error=refusal)
+
+
 def _raise(error: Exception) -> NoReturn:
     raise error
 
@@ -392,7 +420,13 @@ def execute_row_by_row(runner: StepRunner, plan: StepPlan) -> StepResult:
         logprobs |= {len(tokens) + place: found for place, found in alone.logprobs.items()}
         tokens += alone.tokens
     scores = tuple(alone.scores[0] if alone.scores else () for alone in results)
-    return StepResult(tokens=tokens, logprobs=logprobs, scores=scores, failed=tuple(failed))
+    return StepResult(
+        tokens=tokens,
+        logprobs=logprobs,
+        scores=scores,
+        failed=tuple(failed),
+        undrawn=[place for place, alone in enumerate(results) if alone.undrawn],
+    )
 
 
 def _execute_alone(runner: StepRunner, plan: StepPlan) -> StepResult:

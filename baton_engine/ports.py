@@ -127,6 +127,29 @@ class TokenConstraint(Protocol):
 
 
 @dataclass(slots=True, eq=False)
+class CompilingGrammar:
+    """The grammar of a request that is in the engine already.
+
+    Attributes:
+        outcome: What the output must follow, or why there is none; None while it is compiled. Set once, on any thread.
+    """
+
+    outcome: TokenConstraint | BatonError | None = None
+
+    @property
+    def constraint(self) -> TokenConstraint | None:
+        """What the output must follow; None while that is not known, or is nothing."""
+        outcome = self.outcome
+        return None if isinstance(outcome, BatonError) else outcome
+
+    @property
+    def fault(self) -> BatonError | None:
+        """Why there is none."""
+        outcome = self.outcome
+        return outcome if isinstance(outcome, BatonError) else None
+
+
+@dataclass(slots=True, eq=False)
 class GrammarCounts:
     """What a worker's grammars have cost since it started. Written by the compiler's threads and the engine's, read from any.
 

@@ -20,7 +20,14 @@ from baton_engine.ports import KvSource, LayerSink
 from baton_engine.sampling.draws import choose_draw
 from baton_engine.sampling.logprobs import PromptScorer
 from baton_engine.sampling.sampler import Draws, Sampler
-from baton_engine.scheduling.plan import NO_TOKEN, Launched, Row, StepPlan, StepResult
+from baton_engine.scheduling.plan import (
+    NO_TOKEN,
+    Launched,
+    Row,
+    StepPlan,
+    StepResult,
+    still_compiling,
+)
 
 _NOT_FINITE = "the model's scores are not finite, no token can be drawn from them"
 
@@ -95,6 +102,10 @@ class ModelRunner:
         with _named(plan), computing_on(self._model.device):
             before, self._last = self._last, None  # a step that breaks off leaves none
             step = self._launch(plan, self._unseen(plan, before))
+            if still_compiling(plan.rows):
+                wait_for(
+                    self._model.device
+                )  # as long as the scores take, a grammar may be compiled
             if not _waits_for_tokens(plan):
                 step.draws  # noqa: B018 - drawn at once
         self._last = step
@@ -173,6 +184,9 @@ class _UnderWay:
         sample: Draws its tokens from them; None where it draws none.
         scores: Of prompt tokens; see `StepResult.scores`.
         fetched: How its fetches went.
+
+    Attributes:
+        undrawn: Rows whose grammars are still compiled, known with `draws`.
     """
 
     def __init__(
@@ -186,12 +200,14 @@ class _UnderWay:
         self._sample = sample
         self._scores = scores
         self._fetched = fetched
+        self.undrawn: tuple[int, ...] = ()
 
     @cached_property
     def draws(self) -> Draws | None:
         """What it draws, drawn when this is first read."""
         if self._sample is None:
             return None
+        self.undrawn = still_compiling(self.plan.rows)
         draws = self._sample()
         self._sample = None  # it holds the scores
         return draws
@@ -200,15 +216,17 @@ class _UnderWay:
         """Rows whose pages were not brought have failed, those whose grammar did, and of those that should have drawn, those that
         did not.
         """
-        plan, fetched = self.plan, self._fetched
+        plan, fetched, undrawn = self.plan, self._fetched, self.undrawn
         lost = fetched.failed if fetched is not None else {}
         failed: list[tuple[int, BatonError]] = []
-        if lost or NO_TOKEN in tokens or any(_fault(row) for row in plan.rows):
+        if lost or undrawn or NO_TOKEN in tokens or any(row.fault for row in plan.rows):
             begin = 0
             for place, row in enumerate(plan.rows):
                 end = begin + len(row.samples)
-                if (error := lost.get(row.seq.seq_id) or _fault(row)) is not None:
+                if (error := lost.get(row.seq.seq_id) or row.fault) is not None:
                     failed.append((place, error))
+                    tokens[begin:end] = [NO_TOKEN] * len(row.samples)
+                elif place in undrawn:
                     tokens[begin:end] = [NO_TOKEN] * len(row.samples)
                 elif NO_TOKEN in tokens[begin:end]:
                     failed.append((place, EngineError(_NOT_FINITE)))
@@ -219,10 +237,5 @@ class _UnderWay:
             scores=self._scores,
             failed=tuple(failed),
             fetched=fetched,
+            undrawn=undrawn,
         )
-
-
-def _fault(row: Row) -> BatonError | None:
-    """Why the row's draws mean nothing, where its grammar is why."""
-    constraint = row.constraint
-    return None if constraint is None or not row.samples else constraint.fault

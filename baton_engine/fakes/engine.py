@@ -17,7 +17,14 @@ from baton_engine.messages import Command, StepEvents
 from baton_engine.ports import BlockSink, KvSource, LayerSink
 from baton_engine.scheduling.beams import BeamSearch
 from baton_engine.scheduling.limits import EngineLimits
-from baton_engine.scheduling.plan import DraftPlan, Launched, Row, StepPlan, StepResult
+from baton_engine.scheduling.plan import (
+    DraftPlan,
+    Launched,
+    Row,
+    StepPlan,
+    StepResult,
+    still_compiling,
+)
 from baton_engine.scheduling.request import Sequence, State
 from baton_engine.scheduling.scheduler import Scheduler
 
@@ -105,12 +112,17 @@ class FakeRunner:
         scores = tuple(self._score(row) for row in plan.rows)
         lost = hooks.outcome.failed if hooks.outcome is not None else {}
         failed = tuple(
-            (place, lost[row.seq.seq_id])
+            (place, error)
             for place, row in enumerate(plan.rows)
-            if row.seq.seq_id in lost
+            if (error := lost.get(row.seq.seq_id) or row.fault) is not None
         )
         return StepResult(
-            tokens=tokens, logprobs=logprobs, scores=scores, failed=failed, fetched=hooks.outcome
+            tokens=tokens,
+            logprobs=logprobs,
+            scores=scores,
+            failed=failed,
+            fetched=hooks.outcome,
+            undrawn=still_compiling(plan.rows),
         )
 
     def _run_layers(self, plan: StepPlan, hooks: KvLayerHooks) -> list[int]:

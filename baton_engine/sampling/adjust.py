@@ -22,7 +22,6 @@ from baton_engine.sampling.allowed import (
 )
 from baton_engine.sampling.masks import Masks, collect_masks, masked
 from baton_engine.scheduling.plan import Row
-from baton_engine.scheduling.request import Sequence as TokenSequence
 from baton_engine.staging import StagedArray, StagedBatch
 
 
@@ -76,9 +75,9 @@ class ScoreChanges:
         return any(kind is not None for kind in kinds)
 
 
-def changes_scores(seq: TokenSequence) -> bool:
-    """Whether any step of this sequence may need `adjust`."""
-    return seq.constraint is not None or _changes_scores(seq.params)
+def changes_scores(row: Row) -> bool:
+    """Whether a row may need `adjust`."""
+    return row.constraint is not None or _changes_scores(row.seq.params)
 
 
 def _changes_scores(params: SamplingParams) -> bool:
@@ -122,7 +121,7 @@ def collect_changes(
         tokens = completing_tokens(params.bad_words, text, seq.prompt_len, length)
         if length - seq.prompt_len < params.min_tokens:
             tokens |= {*eos_token_ids, *params.stop_token_ids}
-        if seq.constraint is not None:
+        if row.constraint is not None:
             held_back[i] = tokens
         elif tokens and not leaves_nothing(params, tokens):  # something has to be drawn
             banned.add(i, tokens, 0.0)

@@ -115,7 +115,7 @@ def _wants_the_likeliest(row: Row) -> bool:
     """And nothing else: one token, without figures, from scores as they are."""
     params = row.seq.params
     is_plain = params.temperature < _GREEDY_BELOW and params.logprobs is None
-    return is_plain and len(row.samples) == 1 and not changes_scores(row.seq)
+    return is_plain and len(row.samples) == 1 and not changes_scores(row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

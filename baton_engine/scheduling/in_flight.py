@@ -126,7 +126,9 @@ def _needs_outcome(current: InFlightStep, going_on: list[Sequence], queues: Sequ
     """Whether planning needs the outcome of `current`: a prompt is computed, or one could be admitted for a sequence that ends; or beams
     are, of which it is not known which go on.
     """
-    if queues.prefilling or any(s.state is State.PREFILLING for s in current.sequences):
+    if not all(s.awaits_grammar for s in queues.prefilling) or any(
+        s.state is State.PREFILLING for s in current.sequences
+    ):
         return True
     if any(s.request.search is not None for s in current.sequences):
         return True

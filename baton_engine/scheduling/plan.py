@@ -9,7 +9,7 @@ from baton.errors import BatonError
 from baton.generation import TokenLogprobs
 from baton.ids import BlockId
 from baton.pages import FetchOutcome, PageFetch
-from baton_engine.ports import KvSource, PageExport, TokenConstraint
+from baton_engine.ports import CompilingGrammar, KvSource, PageExport, TokenConstraint
 from baton_engine.scheduling.request import Sequence
 
 
@@ -26,6 +26,8 @@ class Row:
         draft: Guessed tokens behind those of the sequence (`speculation`), the last of which is the one token that this row computes.
             The row before it computes the one before it.
         constraint_after: Of the sequence's constraint, a copy that has read `draft` too.
+        compiling: What its draws must follow, where that was being compiled when the step was planned. If it still is when the row's
+            scores are there, the row draws nothing (`StepResult.undrawn`): no other waits for it.
     """
 
     seq: Sequence
@@ -35,6 +37,7 @@ class Row:
     num_scored: int = 0
     draft: tuple[int, ...] = ()
     constraint_after: TokenConstraint | None = None
+    compiling: CompilingGrammar | None = None
 
     @property
     def text(self) -> list[int]:
@@ -50,7 +53,15 @@ class Row:
     @property
     def constraint(self) -> TokenConstraint | None:
         """What the row's draws must follow."""
+        if self.compiling is not None:
+            return self.compiling.constraint
         return self.constraint_after if self.draft else self.seq.constraint
+
+    @property
+    def fault(self) -> BatonError | None:
+        """Why its draws mean nothing, where its grammar is why."""
+        held = self.constraint if self.compiling is None else self.compiling
+        return None if held is None or not self.samples else held.fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +84,15 @@ class StepPlan:
     exports: tuple[PageExport, ...] = ()
     fetches: tuple[PageFetch, ...] = ()
     follows: tuple[int, ...] = ()
+
+
+def still_compiling(rows: SequenceOf[Row]) -> tuple[int, ...]:
+    """The places of those whose grammar is compiled now; asked once a step, when scores are there (`StepResult.undrawn`)."""
+    return tuple(
+        place
+        for place, row in enumerate(rows)
+        if row.compiling is not None and row.compiling.outcome is None
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +161,7 @@ class StepResult:
         scores: For each row of the plan, one entry per `row.num_scored`; empty when no row has any.
         failed: Rows, by their place in the plan, that could not be computed, and why. The others are not touched by it.
         fetched: How the plan's fetches went; None without any. Their rows are among `failed` where they failed.
+        undrawn: Rows, by their place in the plan, that are computed and draw nothing: their grammars are still compiled.
     """
 
     tokens: SequenceOf[int] = ()
@@ -148,6 +169,7 @@ class StepResult:
     scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
     failed: tuple[tuple[int, BatonError], ...] = ()
     fetched: FetchOutcome | None = None
+    undrawn: SequenceOf[int] = ()
 
 
 Launched = Callable[[], StepResult]

@@ -366,10 +366,12 @@ class StepDraft:
         self.tokens_left -= len(self._rows)
 
     def add_chunk(self, sequence: Sequence) -> None:
-        """As much of a prompt as the budgets have left, if `takes_chunks`; its last chunk draws the first tokens. What it fetches
-        arrives meanwhile.
+        """As much of a prompt as the budgets have left, if `takes_chunks`; its last chunk draws the first tokens, and waits where what
+        these must follow is still compiled. What it fetches arrives meanwhile.
         """
         left = len(sequence.tokens) - sequence.num_computed
+        if self._must_wait(sequence, left):
+            return
         size = self._prefill_budget.grant(min(self.tokens_left, left), sequence.num_computed)
         self._rows.append(
             Row(
@@ -378,6 +380,7 @@ class StepDraft:
                 num_tokens=size,
                 samples=sequence.samples if size == left else (),
                 num_scored=sequence.request.num_scored(sequence.num_computed, size),
+                compiling=sequence.request.compiling if size == left else None,
             )
         )
         self.sequences.append(sequence)
@@ -387,6 +390,13 @@ class StepDraft:
             sequence.fetch = None
         if sequence.request.kind is LegKind.PREFILL:
             self._export(sequence, sequence.num_computed + size)
+
+    def _must_wait(self, sequence: Sequence, left: int) -> bool:
+        """Whether a chunk of the `left` tokens might draw, and must not yet."""
+        request = sequence.request
+        if request.compiling is None or request.compiling.outcome is not None:
+            return False
+        return sequence.awaits_grammar if request.draws_late else left <= self.tokens_left
 
     def _export(self, sequence: Sequence, computed: int) -> None:
         """Pages that are complete once `computed` tokens are; the first time this includes those that are cached or fetched."""

@@ -11,7 +11,7 @@ from baton.generation import FinishReason, Prompt, SamplingParams, SloTargets, T
 from baton.ids import BlockId, BlockKey, LegKind, SeqId
 from baton.pages import PageFetch
 from baton_engine.messages import AddRequest
-from baton_engine.ports import TokenConstraint
+from baton_engine.ports import CompilingGrammar, TokenConstraint
 from baton_engine.scheduling.beams import BeamSearch
 from baton_engine.scheduling.drafts import SequenceDrafts
 
@@ -46,6 +46,9 @@ class Request:
         has_kv: Of kind receive: whether the KV has come and decoding has started.
         deadline_s: When its first token is due; None without a target.
         constraint: What its output must follow, before the first token that is drawn here; None for anything.
+        compiling: The same, while it is compiled; None once that is known.
+        draws_late: Whether its prompt may be computed to the end meanwhile, and its last token again where that was too early to draw. Not
+            where pages leave for another engine, or others read what the last token gave.
         search: Finds its samples where they are searched for: each of its sequences then is a beam. None where they are drawn.
     """
 
@@ -58,6 +61,8 @@ class Request:
     has_kv: bool = False
     deadline_s: float | None = None
     constraint: TokenConstraint | None = None
+    compiling: CompilingGrammar | None = None
+    draws_late: bool = False
     search: BeamSearch | None = None
 
     @property
@@ -74,6 +79,13 @@ class Request:
     def prompt(self) -> Prompt:
         """What its sequences begin with, and how they go on."""
         return self.asked.prompt
+
+    def hold(self) -> None:
+        """What its output must follow is compiled: nothing of it was drawn before."""
+        assert self.compiling is not None
+        self.constraint, self.compiling = self.compiling.constraint, None
+        for sequence in self.sequences:
+            sequence.constraint = self.constraint
 
     def num_scored(self, start: int, num_tokens: int) -> int:
         """How many of `num_tokens` tokens from `start` on are followed by a prompt token that is to be scored."""
@@ -207,6 +219,13 @@ class Sequence:
         params = self.params
         penalises = bool(params.presence_penalty or params.frequency_penalty)
         return penalises or params.repetition_penalty != 1.0 or bool(params.bad_words)
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether only the last token of its prompt is left to be computed, and its grammar is still compiled."""
+        compiling = self.request.compiling
+        is_compiled = compiling is None or compiling.outcome is not None
+        return not is_compiled and self.num_computed + 1 == len(self.tokens)
 
     @property
     def was_preempted(self) -> bool:

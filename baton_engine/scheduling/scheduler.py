@@ -42,7 +42,7 @@ from baton_engine.messages import (
     SeqEvent,
     Start,
 )
-from baton_engine.ports import KvSource, SpeculationCounts, TokenConstraint
+from baton_engine.ports import CompilingGrammar, KvSource, SpeculationCounts, TokenConstraint
 from baton_engine.scheduling.beams import BeamSearch, FinishedText
 from baton_engine.scheduling.in_flight import InFlightStep, InFlightSteps, plan_ahead
 from baton_engine.scheduling.kv_cache_manager import KvCacheManager
@@ -168,14 +168,18 @@ class Scheduler:
             self._cache.fetching.measured(plan, result, seconds)
 
     def handle(
-        self, command: Command, now_s: float, constraint: TokenConstraint | None = None
+        self,
+        command: Command,
+        now_s: float,
+        constraint: TokenConstraint | CompilingGrammar | None = None,
     ) -> list[SeqEvent]:
         """Takes one command; returns the events to emit at once.
 
         Args:
             command: What is asked.
             now_s: When it came, in monotonic seconds: deadlines count from here.
-            constraint: What the output of its prompt must follow, where that has a grammar.
+            constraint: What the output of its prompt must follow, where that has a grammar. Tell `compiled` once one that is still compiled
+                is there.
 
         Raises:
             InvariantError: A step is in flight.
@@ -196,7 +200,22 @@ class Scheduler:
                     self._speculator.flush()
                 return []
 
-    def _arrive(self, asked: AddRequest, constraint: TokenConstraint | None) -> list[SeqEvent]:
+    def compiled(self, seq_id: SeqId, grammar: CompilingGrammar, now_s: float) -> list[SeqEvent]:
+        """A grammar with which a request came has its outcome. Nothing happens where that was taken with a step, or the request is gone."""
+        if self._in_flight:
+            raise InvariantError("a grammar came while a step was in flight")
+        request = self._requests.get(seq_id)
+        if request is None or request.compiling is not grammar:
+            return []
+        self._queues.now_s = self._cache.story.now_s = now_s
+        if grammar.fault is not None:
+            return self._end_with(request, grammar.fault)
+        request.hold()
+        return []
+
+    def _arrive(
+        self, asked: AddRequest, constraint: TokenConstraint | CompilingGrammar | None
+    ) -> list[SeqEvent]:
         seq_id, kind, prompt = asked.seq_id, asked.kind, asked.prompt
         if (known := self._requests.get(seq_id)) is not None:
             # The two cannot be told apart by their events, so neither may go on.
@@ -217,13 +236,22 @@ class Scheduler:
             final_len=self._limits.final_len(prompt),
             scores=_no_scores_yet(prompt, kind),
             deadline_s=None if ttft_s is None else self._queues.now_s + ttft_s,
-            constraint=constraint,
         )
+        if isinstance(constraint, CompilingGrammar):
+            request.compiling = constraint
+            request.draws_late = self._draws_late(request)
+        else:
+            request.constraint = constraint
         request.search = _search_for(request)
         self._arrivals += 1
         self._requests[seq_id] = request
         self._queues.add(request.first_sequence(), State.WAITING)
         return []
+
+    def _draws_late(self, request: Request) -> bool:
+        reads_prompts = self._speculator is not None and self._speculator.has_model
+        is_read = request.scores is not None or request.prompt.sampling.beam_search is not None
+        return request.kind is LegKind.GENERATE and not (is_read or reads_prompts)
 
     def _stop_ids(self, prompt: Prompt) -> frozenset[int]:
         sampling = prompt.sampling
@@ -333,13 +361,16 @@ class Scheduler:
             request = sequence.request
             if row.num_scored:
                 request.keep_scores(row.start, result.scores[index])
-            sequence.num_computed += row.num_tokens
+            is_undrawn = index in result.undrawn
+            sequence.num_computed += row.num_tokens - is_undrawn
             if sequence.state is State.PREFILLING:
                 self._cache.drafted_prompt(sequence)
             if sequence.num_computed >= (sequence.num_published + 1) * self._limits.block_tokens:
                 self._cache.publish(sequence)
-            if not row.samples:
+            if not row.samples or is_undrawn:
                 continue
+            if request.compiling is not None:
+                request.hold()
             if request.search is not None:
                 extended.setdefault(request, {})[sequence.sample] = result.logprobs[first]
                 continue

@@ -20,7 +20,7 @@ from baton_engine.messages import (
     Reserved,
     Start,
 )
-from baton_engine.ports import PageExport
+from baton_engine.ports import CompilingGrammar, PageExport
 from baton_engine.scheduling.beams import BeamSearch
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
@@ -132,6 +132,14 @@ class World:
         ]
         return self._note(told)
 
+    def tell_compiling(self, command: Command, grammar: CompilingGrammar) -> list[Event]:
+        """A command whose grammar is compiled meanwhile."""
+        return self._note(list(self.scheduler.handle(command, self.now_s, grammar)))
+
+    def compiled(self, seq_id: SeqId, grammar: CompilingGrammar) -> list[Event]:
+        """Tells of the outcome of a grammar that a command came with."""
+        return self._note(list(self.scheduler.compiled(seq_id, grammar, self.now_s)))
+
     def step(self, failing_row: int | None = None) -> list[Event]:
         """One step, if anything can run; returns what was told. The row of that number, if there is one, fails."""
         self.draft()
@@ -212,6 +220,7 @@ class World:
             assert row.start == row.seq.num_computed
             assert end <= len(row.seq.tokens)
             assert bool(row.samples) == (end == len(row.seq.tokens))
+            assert row.compiling is (row.seq.request.compiling if row.samples else None)
             first, last = row.start // limits.block_tokens, (end - 1) // limits.block_tokens
             pages = set(row.seq.blocks[first : last + 1])
             assert len(pages) == last + 1 - first

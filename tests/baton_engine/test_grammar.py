@@ -4,6 +4,7 @@ import ctypes
 import json
 import re
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -36,15 +37,16 @@ from baton_engine.messages import (
     Failed,
     Generate,
     Prefill,
+    PrefillStarted,
     Receive,
     Release,
     Released,
     StepEvents,
 )
 from baton_engine.models.config import load_spec
-from baton_engine.ports import GrammarCounts, TokenConstraint
+from baton_engine.ports import GrammarCounts, KvSource, TokenConstraint
 from baton_engine.sampling.masks import collect_masks, masked
-from baton_engine.scheduling.plan import Row
+from baton_engine.scheduling.plan import Launched, Row, StepPlan, StepResult, StepRunner
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.staging import DeviceStaging, StagedBatch
 from tests.baton_engine.sampled import Event, Sampled, all_events
@@ -639,7 +641,7 @@ def test_nobody_else_waits_while_a_grammar_is_compiled(looped):
     loop.submit(_generate(ASKED, "g"))
     loop.submit(_generate(OTHER))
     _turn(loop)
-    assert {event.seq_id for event in told} == {OTHER}
+    assert {event.seq_id for event in told if isinstance(event, Sampled)} == {OTHER}
     (done,) = compiler.waiting
     threading.Thread(target=done, args=[InvalidRequestError("no")]).start()
     loop._await_command()
@@ -656,6 +658,158 @@ def test_a_request_may_be_aborted_while_its_grammar_is_compiled(looped):
     compiler.waiting[0](InvalidRequestError("too late"))
     _turn(loop)
     assert told == [Released(seq_id=ASKED)]
+
+
+class Late:
+    """A `GrammarCompiler` that has compiled one grammar when it is told to."""
+
+    def __init__(self, compiler: MatcherCompiler) -> None:
+        self._compiler = compiler
+        self._waiting: list[tuple[Prompt, Any]] = []
+
+    def compile(self, prompt: Prompt, done: Callable[[TokenConstraint | BatonError], None]) -> None:
+        self._waiting.append((prompt, done))
+
+    def end(self) -> None:
+        (prompt, done) = self._waiting.pop()
+        done(compiled(self._compiler, prompt.sampling.grammar))
+
+    def close(self) -> None:
+        pass
+
+
+class Watched:
+    """A `StepRunner` that notes its plans, and calls `before` when it is given the first."""
+
+    def __init__(self, runner: StepRunner, before: Callable[[], None]) -> None:
+        self._runner, self._before = runner, before
+        self.plans: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> Launched:
+        self.plans.append(plan)
+        if len(self.plans) == 1:
+            self._before()
+        return self._runner.launch(plan)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan)()
+
+    def fetch_from(self, source: KvSource) -> None:
+        self._runner.fetch_from(source)
+
+    def computed(self) -> list[list[int]]:
+        """How many tokens the rows of each step compute."""
+        return [[row.num_tokens for row in plan.rows] for plan in self.plans]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("budget", "samples"), [(256, 1), (256, 3), (8, 1)])
+@pytest.mark.parametrize("when", ["before", "within", "after"])
+def test_what_is_drawn_does_not_depend_on_when_the_grammar_was_compiled(
+    new_engine, compiler, when, budget, samples, ahead
+):
+    """Within the prompt's last step it costs nothing; behind that, the prompt's last token is computed again."""
+    prompt = asked(3, samples=samples)
+    expected = drawn(new_engine(budget=budget), prompt)
+    engine, late, told = new_engine(budget=budget), Late(compiler), list[Event]()
+    watched = Watched(engine.runner, late.end if when == "within" else lambda: None)
+    loop = EngineLoop(
+        engine.scheduler,
+        watched,
+        lambda events: told.extend(all_events(events)),
+        ManualClock(),
+        grammars=late,
+        ahead=ahead,
+    )
+    loop.submit(Generate(seq_id=ASKED, prompt=prompt))
+    if when == "before":
+        loop._drain()
+        late.end()
+    _turn(loop)
+    chunks = [[8], [8], [7]] if budget == 8 else [[23]]
+    if when == "after":
+        assert watched.computed() == chunks
+        assert not any(isinstance(event, Sampled) for event in told)
+        late.end()
+        _turn(loop)
+        chunks = [*chunks, [1]]
+    assert watched.computed()[: len(chunks)] == chunks
+    texts: dict[int, list[TokenSample]] = {}
+    for event in told:
+        if isinstance(event, Sampled):
+            for token in event.tokens:
+                texts.setdefault(token.sample, []).append(token)
+    assert texts == expected
+    assert engine.scheduler.load().blocks_used == 0
+
+
+def test_a_grammar_that_is_refused_behind_the_prompt_ends_its_request(looped):
+    loop, compiler, told = looped
+    loop.submit(_generate(ASKED, "g"))
+    _turn(loop)
+    compiler.waiting[0](InvalidRequestError("no such grammar"))
+    _turn(loop)
+    assert [type(event) for event in told] == [PrefillStarted, Failed]
+    assert loop._scheduler.load().blocks_used == 0
+
+
+def test_a_grammar_that_is_refused_while_the_prompt_is_computed_ends_its_request_alone(
+    new_engine, compiler
+):
+    engine, held, told = new_engine(), HeldCompiler(), list[Event]()
+    watched = Watched(engine.runner, lambda: held.waiting[0](InvalidRequestError("no")))
+    loop = EngineLoop(
+        engine.scheduler,
+        watched,
+        lambda events: told.extend(all_events(events)),
+        ManualClock(),
+        grammars=held,
+    )
+    loop.submit(Generate(seq_id=ASKED, prompt=asked()))
+    loop.submit(Generate(seq_id=OTHER, prompt=asked(grammar="", max_tokens=2, ignore_eos=True)))
+    _turn(loop)
+    (failed,) = [event for event in told if isinstance(event, Failed)]
+    assert (failed.seq_id, failed.error.message) == (ASKED, "no")
+    drawn = [len(e.tokens) for e in told if isinstance(e, Sampled) and e.seq_id == OTHER]
+    assert drawn == [1, 1]
+    assert engine.scheduler.load().blocks_used == 0
+
+
+def test_a_prompt_for_another_worker_is_computed_but_for_what_draws(looped):
+    """Its last pages may be read elsewhere once they are computed: nothing of them is computed twice."""
+    loop, compiler, told = looped
+    runner = loop._runner
+    prompt = Prompt(prompt_tokens=tuple(range(100)), sampling=SamplingParams(grammar="g"))
+    loop.submit(Prefill(seq_id=ASKED, prompt=prompt))
+    _turn(loop)
+    assert [row.num_tokens for plan in runner.plans for row in plan.rows] == [64]
+    compiler.waiting[0](Noting([]))
+    _turn(loop)
+    assert [row.num_tokens for plan in runner.plans for row in plan.rows] == [64, 36]
+    pages = [page for plan in runner.plans for export in plan.exports for page in export.blocks]
+    assert len(pages) == len(set(pages)) == 25
+    assert [type(event) for event in told] == [PrefillStarted, Sampled]
+
+
+def test_a_request_may_be_aborted_behind_its_prompt(looped):
+    loop, compiler, told = looped
+    loop.submit(_generate(ASKED, "g"))
+    _turn(loop)
+    loop.submit(Abort(seq_id=ASKED))
+    _turn(loop)
+    compiler.waiting[0](Noting([]))
+    _turn(loop)
+    assert [type(event) for event in told] == [PrefillStarted, Released]
+    assert loop._scheduler.load().blocks_used == 0
+
+
+def test_a_request_that_is_refused_has_no_grammar_compiled(looped):
+    loop, compiler, told = looped
+    sampling = SamplingParams(grammar="g")
+    loop.submit(Generate(seq_id=ASKED, prompt=Prompt(prompt_tokens=(1,) * 999, sampling=sampling)))
+    _turn(loop)
+    assert [type(event) for event in told] == [Failed]
+    assert compiler.waiting == []
 
 
 def test_a_request_that_is_submitted_twice_ends(looped):

@@ -1,10 +1,15 @@
 """Any order of commands and steps: tokens are those of an undisturbed run, every sequence ends once, no page is lost."""
 
+from collections.abc import Sequence
+
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from numpy.typing import NDArray
 
 from baton.config.speculative import NgramSpeculation
+from baton.errors import InvalidRequestError
 from baton.generation import BeamSearchParams, EarlyStopping, Prompt, SloTargets
 from baton.ids import SeqId
 from baton_engine.messages import (
@@ -20,6 +25,7 @@ from baton_engine.messages import (
     Released,
     Reserved,
 )
+from baton_engine.ports import CompilingGrammar
 from baton_engine.scheduling.ordering import PREEMPTION_ORDERS, PREFILL_ORDERINGS, SchedulingPolicy
 from tests.baton_engine.sampled import Sampled
 from tests.baton_engine.scheduling_world import World, hand_off, limits, prompt
@@ -72,6 +78,38 @@ SPECULATION = st.builds(
 )
 
 
+class Reading:
+    """A constraint that allows everything, and has to be told all that is drawn.
+
+    Args:
+        world: Where it is drawn.
+        asked: Whose output it is.
+        read: Tokens, so far.
+    """
+
+    fault = None
+
+    def __init__(self, world: World, asked: Prompt, read: tuple[int, ...] = ()) -> None:
+        self._world, self._asked, self._read = world, asked, list(read)
+
+    def accept(self, token: int) -> None:
+        self._read.append(token)
+        texts = [self._world.undisturbed(self._asked, sample) for sample in self._asked.samples]
+        assert any(text[: len(self._read)] == self._read for text in texts)
+
+    def fork(self) -> "Reading":
+        return Reading(self._world, self._asked, tuple(self._read))
+
+    def fork_for_draft(self, token: int) -> "Reading":
+        return self.fork()
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
+
+    def fill(self, bits: NDArray[np.uint32]) -> None:
+        raise AssertionError("nothing is scored here")
+
+
 class Interleavings(RuleBasedStateMachine):
     """Two hybrid engines. Prompts run on the target, or are prefilled on the source and handed off to the target."""
 
@@ -116,6 +154,7 @@ class Interleavings(RuleBasedStateMachine):
         self.unasked: set[SeqId] = set()
         self.started: set[SeqId] = set()
         self.cut: set[SeqId] = set()
+        self.compiling: dict[SeqId, tuple[World, Prompt, CompilingGrammar]] = {}
 
     def _new_id(self) -> SeqId:
         return SeqId(f"s{len(self.local) + len(self.moving)}")
@@ -125,6 +164,48 @@ class Interleavings(RuleBasedStateMachine):
         seq_id = self._new_id()
         self.local[seq_id] = asked
         self.target.tell(Generate(seq_id=seq_id, prompt=asked))
+
+    @rule(asked=DRAWN)
+    def generate_while_a_grammar_is_compiled(self, asked: Prompt):
+        seq_id, grammar = self._new_id(), CompilingGrammar()
+        self.local[seq_id] = asked
+        self.compiling[seq_id] = self.target, asked, grammar
+        self.target.tell_compiling(Generate(seq_id=seq_id, prompt=asked), grammar)
+
+    @rule(asked=DRAWN)
+    def prefill_while_a_grammar_is_compiled(self, asked: Prompt):
+        seq_id, grammar = self._new_id(), CompilingGrammar()
+        self.moving[seq_id] = asked
+        self.unasked.add(seq_id)
+        self.compiling[seq_id] = self.source, asked, grammar
+        self.source.tell_compiling(Prefill(seq_id=seq_id, prompt=asked), grammar)
+
+    @rule(data=st.data(), is_told=st.booleans())
+    def compile(self, data, is_told: bool):
+        """Where it is not told yet, a step may come before that."""
+        if self.compiling:
+            self._compile(data.draw(st.sampled_from(sorted(self.compiling))), is_told=is_told)
+
+    def _compile(self, seq_id: SeqId, *, is_told: bool):
+        world, asked, grammar = self.compiling[seq_id]
+        if grammar.outcome is None:
+            assert world.tokens(seq_id) == []
+            grammar.outcome = Reading(world, asked)
+        if is_told:
+            del self.compiling[seq_id]
+            assert world.compiled(seq_id, grammar) == []
+
+    @rule(data=st.data())
+    def refuse_to_compile(self, data):
+        left = [s for s in self.local if s in self.compiling and s not in self.cut]
+        left = [seq_id for seq_id in left if self.compiling[seq_id][2].outcome is None]
+        if left:
+            seq_id = data.draw(st.sampled_from(left))
+            _, _, grammar = self.compiling.pop(seq_id)
+            grammar.outcome = InvalidRequestError("no such grammar")
+            (failed,) = self.target.compiled(seq_id, grammar)
+            assert isinstance(failed, Failed)
+            self._tell_both(Abort(seq_id=seq_id))
 
     @rule(asked=ASKED, count=st.integers(1, 5))
     def resume(self, asked: Prompt, count: int):
@@ -246,6 +327,8 @@ class Interleavings(RuleBasedStateMachine):
         self.target.assert_empty()
 
     def _finish_all(self):
+        for seq_id in tuple(self.compiling):
+            self._compile(seq_id, is_told=True)
         for _ in range(len(self.moving) + 2):
             self.source.run()
             self._ask()
