@@ -1,13 +1,15 @@
 """What holding answers to grammars costs: `python -m bench.structured [--shape llama116m] [--rounds N] [--json FILE]`.
 
 With a vocabulary of 131,072 made-up tokens: compiling 200 schemas of the kinds that clients send, the masks of their answers, the
-time to first token with a schema that is new to router and worker (what the router's check takes is added), and decodes of eight
+time to first token with a schema that is new to router and worker (what a router takes longer for a conversation of 2,000 characters with
+a schema than without one is added to what a worker does), and decodes of eight
 sequences with a schema, without one, and half of each, in turns in one engine: a round has each once, in an order that turns round,
 and gives one ratio of their mean steps; told is the median of the rounds' ratios.
 """
 
 import argparse
 import asyncio
+import json
 import string
 import tempfile
 import threading
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from random import Random
@@ -34,6 +37,8 @@ from bench.harness.shapes import SHAPES, write_model
 from kv_transfer.memory.arena import WorkerMemory
 from router.generation.answer_form import AnswerForm
 from router.generation.grammars import GrammarChecker
+from router.templates.renderer import Conversation
+from router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from baton_engine.build import BuiltEngine
@@ -44,12 +49,21 @@ VOCABULARY = 131_072
 _END = 1
 _SEQUENCES, _TOKENS = 8, 48
 _SCHEMAS = 200
+_CONVERSATION = Conversation(
+    messages=({"role": "user", "content": ("What does this letter ask us for? " * 60)[:2000]},)
+)
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 _Schema = dict[str, Any]
 _T = TypeVar("_T")
 
 
 def write_tokenizer(directory: Path, size: int) -> None:
-    """A byte-level `tokenizer.json` of `size` tokens that look like those of a text: words, numbers, indentation, punctuation."""
+    """A byte-level `tokenizer.json` of `size` tokens that look like those of a text: words, numbers, indentation, punctuation; and a
+    chat template.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     rng = Random(0)
@@ -68,6 +82,7 @@ def write_tokenizer(directory: Path, size: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
     tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": _TEMPLATE}))
 
 
 def schema(rng: Random, depth: int = 3) -> _Schema:
@@ -113,6 +128,27 @@ async def checked(schemas: Sequence[_Schema]) -> tuple[list[str], list[float]]:
         seconds.append(time.perf_counter() - begun_s)
     checker.close()
     return grammars, seconds
+
+
+async def added_by_forms(directory: Path, schemas: Sequence[_Schema]) -> list[float]:
+    """How many seconds longer it takes a router to have the token ids of a conversation and the grammar of each schema than those alone."""
+    checker = GrammarChecker(GrammarConfig(max_compiled=1), (), CollectorRegistry())
+    tokenizer = Tokenizer.load(directory)
+    encode = partial(tokenizer.encode_chat, _CONVERSATION)
+    await encode()  # its first one starts a process
+    alone_s, both_s = [], []
+    for value in schemas:
+        begun_s = time.perf_counter()
+        await encode()
+        alone_s.append(time.perf_counter() - begun_s)
+        begun_s = time.perf_counter()
+        form = AnswerForm(kind="json", value=value, param="bench")
+        await checker.begin(form, "bench").text_beside(encode)
+        both_s.append(time.perf_counter() - begun_s)
+    checker.close()
+    tokenizer.close()
+    usual_s = median(alone_s)
+    return [seconds - usual_s for seconds in both_s]
 
 
 def compiled(compiler: "MatcherCompiler", grammar: str) -> "TokenConstraint":
@@ -231,7 +267,9 @@ def measure(directory: Path, rounds: int, tell: Callable[[str], None]) -> dict[s
     from baton_engine.models.config import load_spec
 
     rng = Random(1)
-    grammars, check_s = asyncio.run(checked([schema(rng) for _ in range(_SCHEMAS)]))
+    schemas = [schema(rng) for _ in range(_SCHEMAS)]
+    grammars, check_s = asyncio.run(checked(schemas))
+    form_s = asyncio.run(added_by_forms(directory, schemas))
     spec = load_spec(directory)
     compiler = load_compiler(
         directory,
@@ -249,6 +287,7 @@ def measure(directory: Path, rounds: int, tell: Callable[[str], None]) -> dict[s
     compiler.close()
     figures = {
         "check_ms_p50": 1e3 * median(check_s),
+        "router_added_ms_p50": 1e3 * median(form_s),
         "compile_ms_p50": 1e3 * median(compile_s),
         "compile_ms_p99": 1e3 * quantiles(compile_s, n=100)[98],
         "mask_us_p50": 1e6 * median(mask_s),
@@ -258,7 +297,7 @@ def measure(directory: Path, rounds: int, tell: Callable[[str], None]) -> dict[s
     built = _in_brief_thread(lambda: _build(directory))
     try:
         engine = Timed(built)
-        figures |= _first_tokens(engine, grammars, figures["check_ms_p50"])
+        figures |= _first_tokens(engine, grammars, figures["router_added_ms_p50"])
         tell(f"first tokens: {figures}")
         figures |= _decodes(engine, rounds)
     finally:
@@ -267,7 +306,7 @@ def measure(directory: Path, rounds: int, tell: Callable[[str], None]) -> dict[s
     return figures
 
 
-def _first_tokens(engine: Timed, grammars: Sequence[str], check_ms: float) -> dict[str, float]:
+def _first_tokens(engine: Timed, grammars: Sequence[str], router_ms: float) -> dict[str, float]:
     free_s: list[float] = []
     constrained_s: list[float] = []
     for number in range(40):
@@ -276,7 +315,8 @@ def _first_tokens(engine: Timed, grammars: Sequence[str], check_ms: float) -> di
     added_ms = 1e3 * (median(constrained_s) - median(free_s))
     return {
         "ttft_free_ms_p50": 1e3 * median(free_s),
-        "ttft_added_ms_p50": added_ms + check_ms,
+        "worker_added_ms_p50": added_ms,
+        "ttft_added_ms_p50": added_ms + router_ms,
     }
 
 

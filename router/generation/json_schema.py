@@ -11,9 +11,9 @@ from pydantic import JsonValue
 from baton.errors import InvalidRequestError, UnsupportedParameterError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Kind:
-    """What a keyword's value has to be."""
+    """What a keyword's value has to be. Each is the only one of its kind."""
 
     demand: str
     holds: Callable[[JsonValue], bool]
@@ -213,8 +213,9 @@ def _check(schema: Mapping[str, JsonValue], path: str, param: str) -> None:
         kind = _ENFORCED.get(keyword)
         if kind is not None and not kind.holds(value):
             raise InvalidRequestError(f"{path}.{keyword}: must be {kind.demand}.", param=param)
-        asks = _ASKS_NOTHING.get(keyword, _ASKS_NOTHING) != value
-        if kind is None and asks and keyword not in _REMARKS:
+        if kind is not None or keyword in _REMARKS:
+            continue
+        if _ASKS_NOTHING.get(keyword, _ASKS_NOTHING) != value:
             raise _unsupported(f"{path}.{keyword[:100]}", "no answer can be held to it", param)
     named = schema.get("format")
     if named is not None and named not in _FORMATS:
@@ -223,7 +224,8 @@ def _check(schema: Mapping[str, JsonValue], path: str, param: str) -> None:
     if isinstance(reference, str) and "://" in reference:
         raise _unsupported(f"{path}.$ref", "no schema is fetched from elsewhere", param)
     for keyword in ("const", "enum", "properties", "required"):
-        if any(map(_UNSPEAKABLE.search, _texts(schema.get(keyword), keyword == "properties"))):
+        value = schema.get(keyword)
+        if value and any(map(_UNSPEAKABLE.search, _texts(value, keyword == "properties"))):
             why = "no answer has control characters that JSON writes by number"
             raise _unsupported(f"{path}.{keyword}", why, param)
     if _asks_for_more_fields(schema):
@@ -249,7 +251,9 @@ def _texts(value: JsonValue, only_names: bool) -> Iterator[str]:
 
 
 def _asks_for_more_fields(schema: Mapping[str, JsonValue]) -> bool:
-    fewest, required = schema.get("minProperties", 0), schema.get("required", [])
+    if "minProperties" not in schema:
+        return False
+    fewest, required = schema["minProperties"], schema.get("required", [])
     assert isinstance(fewest, int | float)  # both were checked by kind
     assert isinstance(required, list)
     return fewest > len(set(map(str, required)))
