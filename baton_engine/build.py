@@ -20,7 +20,7 @@ from baton.layout import SPARE_BLOCKS, KvLayout
 from baton_engine.cache.arena import DrafterPages, KvArena, PageKernels, page_kernels
 from baton_engine.cache.budget import ArenaDemand, affordable_on_cpu, affordable_on_gpu, num_blocks
 from baton_engine.compiling import check_compile, compile_glue
-from baton_engine.cuda_graphs import CudaGraphs, DecodeGraphs
+from baton_engine.cuda_graphs import SMALL_PROMPTS, CudaGraphs, StepGraphs
 from baton_engine.device import (
     arena_buffer,
     choose_device,
@@ -140,7 +140,7 @@ def build_engine(
     apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
     drafter = _drafter(choice, decoder, arena, limits, model, config, progress, apart=apart)
     observer = None if drafter is None else drafter.observer
-    graphs = _graphs(decoder, arena, limits, config, observer=observer)
+    graphs = _graphs(decoder, arena, limits, config, drafted=drafter is not None, observer=observer)
     progress("reading the tokenizer", None)
     grammars = None if grammar is None else _grammar_compiler(choice, grammar)
     most_rows = None if graphs is None else _most_rows(limits, choice.speculation)
@@ -362,18 +362,21 @@ def _graphs(
     limits: EngineLimits,
     config: EngineConfig,
     *,
+    drafted: bool = False,
     pages: DrafterPages | None = None,
     observer: HiddenObserver | None = None,
-) -> DecodeGraphs | None:
+) -> StepGraphs | None:
     """None where kernels cannot be captured: on a CPU, and where torch serves for them."""
     asks_host = isinstance(decoder.kernels, ReferenceKernels)
     if decoder.device.type != "cuda" or asks_host or not config.cuda_graphs:
         return None
     with computing_on(decoder.device):
-        return DecodeGraphs(
+        return StepGraphs(
             decoder,
             arena,
             most_rows=_most_rows(limits, read_speculative(config.speculative_config)),
+            # A drafter computes its own KV of prompts beside the model's, of which no graph knows.
+            most_chunk_tokens=0 if drafted or pages is not None else SMALL_PROMPTS,
             table_width=limits.num_blocks_for(limits.max_model_len),
             backend=CudaGraphs(),
             pages=pages,

@@ -17,7 +17,7 @@ import torch
 
 from baton.errors import EngineError
 from baton_engine.cache.arena import DrafterPages, KvArena
-from baton_engine.cuda_graphs import DecodeGraphs
+from baton_engine.cuda_graphs import StepGraphs
 from baton_engine.device import computing_on
 from baton_engine.models.decoder import Decoder, HiddenObserver, LayerHooks
 from baton_engine.models.inputs import InputBuilder
@@ -46,7 +46,7 @@ class DraftModel:
         pages: DrafterPages,
         *,
         eos_token_ids: tuple[int, ...],
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
         one_by_one: bool = False,
     ) -> None:
         self.observer: HiddenObserver | None = None

@@ -11,7 +11,7 @@ from baton.errors import BatonError, DeviceLostError, EngineError
 from baton.generation import TokenLogprobs
 from baton.pages import FetchOutcome
 from baton_engine.cache.arena import KvArena
-from baton_engine.cuda_graphs import DecodeGraphs
+from baton_engine.cuda_graphs import StepGraphs
 from baton_engine.device import computing_on, layer_marker, wait_for
 from baton_engine.layer_hooks import KvLayerHooks
 from baton_engine.models.decoder import Decoder, HiddenObserver, LayerHooks
@@ -65,7 +65,7 @@ class ModelRunner:
         model: Decoder,
         arena: KvArena,
         sink: LayerSink | None = None,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
         *,
         drafter: PromptDrafter | None = None,
         one_by_one: bool = False,
@@ -122,9 +122,9 @@ class ModelRunner:
             return _UnderWay(plan)
         if self._graphs is not None and self._graphs.takes(plan):
             scored = self._graphs.scores(plan.rows, unseen)
-            return _UnderWay(
-                plan, partial(self._sampler.sample, scored.logits, plan.rows, scored.greedy)
-            )
+            drawing = [row for row in plan.rows if row.samples]
+            draw = partial(self._sampler.sample, scored.logits, drawing, scored.greedy)
+            return _UnderWay(plan, draw if drawing else None)
         hidden, fetched = self._compute(plan, unseen)
         sampling = [row for row in plan.rows if row.samples]
         sample = self._sampling(hidden[: len(sampling)], sampling) if sampling else None

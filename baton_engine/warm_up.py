@@ -1,6 +1,6 @@
 """The first steps of an engine, before it serves: whatever a GPU compiles or loads at first use is so by then, and no request waits for it.
 
-Decodes alone are captured as graphs at start (`cuda_graphs.py`). What is left is computed here once: a prompt's chunk, a decode beside one,
+Small steps are captured as graphs at start (`cuda_graphs.py`). What is left is computed here once: a prompt's chunk, a decode beside one,
 every kind of draw, hashes and moves of pages.
 """
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId
 from baton_engine.cache.arena import PageKernels
+from baton_engine.cuda_graphs import MOST_CHUNKS
 from baton_engine.messages import Generate
 from baton_engine.scheduling.plan import Row, StepPlan, StepRunner
 from baton_engine.scheduling.request import Request
@@ -41,7 +42,8 @@ def warm_up(runner: StepRunner, *, block_tokens: int, page_kernels: PageKernels 
     random = _row(1, _RANDOM, length)
     filtered = [_row(2, params, length) for params in _FILTERED]
     decode = _row(3, _GREEDY, 1)
-    steps = [(chunk,), (decode, chunk), (random,), *((row, random) for row in filtered)]
+    many = (chunk,) * (MOST_CHUNKS + 1)  # which no graph repeats
+    steps = [many, (decode, *many), (random,), *((row, random) for row in filtered)]
     for step, rows in enumerate(steps):
         runner.execute(StepPlan(step=step, rows=rows))
     if page_kernels is not None:

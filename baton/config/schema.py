@@ -54,7 +54,8 @@ class EngineConfig:
             prompts, with the weights held twice; `widened`, torch's of float32; or `auto`, which takes the fastest: compared
             once per kind of processor, in about a second, and kept in the user's cache directory. Where `deterministic` is set,
             give all workers the same; `auto` is refused beside it where nothing can be kept, `mixed` always.
-        cuda_graphs: On a GPU, launch the kernels of a decode step all at once; captured at start, which takes some seconds.
+        cuda_graphs: On a GPU, launch the kernels of a small step (decodes, and up to 128 tokens of prompts) all at once; captured at
+            start, which takes some seconds.
         plan_ahead: Plan a step of nothing but decodes, and launch it, while the one before it is computed, so that no GPU waits
             for the host between them; a request that comes meanwhile begins up to a step later. None does so on a GPU; on a CPU
             it only costs.

@@ -182,7 +182,8 @@ def _attend(
     window: int | None,
 ) -> torch.Tensor:
     num_kv_heads, context, head_dim = key.shape
-    grouped = query.float().view(query.shape[0], num_kv_heads, -1, head_dim)
+    group = query.shape[1] // num_kv_heads
+    grouped = query.float().view(query.shape[0], num_kv_heads, group, head_dim)
     scores = torch.einsum("qhgd,hkd->hgqk", grouped, key) * scale
     behind = positions.unsqueeze(1) - torch.arange(context, device=query.device)
     hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)

@@ -2,7 +2,7 @@
 changed is written and sent to the device.
 
     kept      row of   pages                 a step of texts 7, 9 and 4, and a padding row
-    row 0     nobody   0  0  0  0            rows     [2 1 3 0]
+    row 0     NOBODY   0  0  0  0            rows     [2 1 3 0]
     row 1     text 9   5  6  0  0            tables   kept[rows][:, :width]
     row 2     text 7   3  8  2  0
     row 3     text 4   1  0  0  0
@@ -21,6 +21,8 @@ from baton.errors import EngineError
 from baton.ids import BlockId
 from baton_engine.scheduling.plan import Row
 
+NOBODY = 0
+"""The kept row of zeros, for rows of a step that are padding."""
 _FEWEST_ROWS, _LEAST_WIDTH = 16, 16
 _NOTHING = np.zeros(0, np.int64)
 
@@ -30,7 +32,7 @@ class TableChanges:
     """What a step needs of the kept tables.
 
     Attributes:
-        rows: `[num_rows]` int64, the kept row of each of the step's.
+        rows: `[num_rows]` int64, the kept row of each of the step's; never `NOBODY`.
         places: `[num_changes]` int64, where the kept tables, as one flat array, have changed.
         pages: `[num_changes]` int32, what stands there now.
         width: Pages of the step's longest text.
@@ -70,8 +72,8 @@ class BlockTables:
         self._sent = self._all_on_device()
         self._unsent: list[NDArray[np.int64]] = []
 
-    def update(self, rows: Sequence[Row], padding: int) -> TableChanges:
-        """Brings the tables of `rows` up to date; those of `padding` more rows are zero.
+    def update(self, rows: Sequence[Row]) -> TableChanges:
+        """Brings the tables of `rows` up to date.
 
         Raises:
             EngineError: A page lies outside the arena; the step cannot be computed, the next one can.
@@ -84,7 +86,7 @@ class BlockTables:
             self._unsent.append(self._write(at, row, count))
         places = np.concatenate(self._unsent)
         return TableChanges(
-            rows=np.array(used + [0] * padding, np.int64),
+            rows=np.array(used, np.int64),
             places=places,
             pages=self._kept.reshape(-1)[places],
             width=width,

@@ -5,7 +5,7 @@ buffers, and slots follow for all tokens at once from positions and block tables
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from baton.errors import EngineError
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.splits import SplitRule, Splits
-from baton_engine.models.block_tables import BlockTables
+from baton_engine.models.block_tables import NOBODY, BlockTables
 from baton_engine.models.decoder import DecoderInput
 from baton_engine.scheduling.plan import Row
 from baton_engine.staging import DeviceStaging
@@ -34,6 +34,26 @@ class Unseen:
 
     tokens: torch.Tensor
     places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """The shape of a step that is repeated from a graph. Rows that there are not have no context and no page.
+
+    Attributes:
+        decodes: Rows of one token, which stand first.
+        chunks: Rows behind them.
+        chunk_tokens: Tokens of these together.
+    """
+
+    decodes: int
+    chunks: int = 0
+    chunk_tokens: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Of both kinds."""
+        return self.decodes + self.chunks
 
 
 class InputBuilder:
@@ -73,13 +93,13 @@ class InputBuilder:
         self._positions = np.zeros(0, np.int64)
 
     def build(
-        self, rows: Sequence[Row], pad_to: int = 0, unseen: Unseen | None = None
+        self, rows: Sequence[Row], padding: Padding | None = None, unseen: Unseen | None = None
     ) -> DecoderInput:
         """The step's tensors.
 
         Args:
-            rows: What each sequence computes.
-            pad_to: Add rows of one token up to so many, if there are fewer: they have no context and no page.
+            rows: What each sequence computes; those of one token first, where there is padding.
+            padding: The shape that the step is given, which has room for all rows; None for their own.
             unseen: Where the tokens are that rows of one token compute; None where their sequences have them.
 
         Raises:
@@ -87,34 +107,29 @@ class InputBuilder:
         """
         for row in rows:
             self._check(row, num_unseen=0 if unseen is None else 1)
-        padding = max(0, pad_to - len(rows))
-        lengths = np.array([row.num_tokens for row in rows] + [1] * padding, np.int64)
-        starts = np.zeros(len(lengths) + 1, np.int32)
-        np.cumsum(lengths, out=starts[1:])
-        tokens, positions = self._splice(rows, int(starts[-1]))
-        tables = self._tables.update(rows, padding)
-        slots = self._slots(positions, np.repeat(tables.rows, lengths))
-        slots[len(slots) - padding :] = -1
-        ends = [row.start + row.num_tokens - self._shift for row in rows]
-        contexts = np.array(ends + [0] * padding, np.int32)
-        last = [int(starts[i + 1]) - 1 for i, row in enumerate(rows) if row.samples]
-        scored = [
-            np.arange(row.num_scored) + starts[i] for i, row in enumerate(rows) if row.num_scored
-        ]
-        wanted = np.concatenate((np.array(last, np.int64), *scored))
+        places, lengths, total = _laid_out(rows, padding)
+        starts = _starts(lengths)
+        begins = starts[places]
+        tokens, positions = self._splice(rows, begins.tolist(), total)
+        tables = self._tables.update(rows)
+        kept = np.full(len(lengths), NOBODY, np.int64)
+        kept[places] = tables.rows
+        slots = self._slots(positions, np.repeat(kept, lengths))
+        contexts = np.zeros(len(lengths), np.int32)
+        contexts[places] = [row.start + row.num_tokens - self._shift for row in rows]
+        wanted = _wanted(rows, begins.tolist(), 0 if padding is None else padding.num_rows)
         alone = [self._num_alone(row) for row in rows]
         if any(alone):
-            lengths, own_rows = _split(rows, alone, padding)
-            tables = replace(tables, rows=np.repeat(tables.rows, own_rows))
-            starts = np.zeros(len(lengths) + 1, np.int32)
-            np.cumsum(lengths, out=starts[1:])
+            lengths, own_rows = _split(rows, alone)
+            kept = np.repeat(kept, own_rows)
+            starts = _starts(lengths)
             last_of = starts[1:] - 1
             contexts = np.where(slots[last_of] < 0, 0, positions[last_of] + 1).astype(np.int32)
         pieces = self._pieces(lengths, contexts)
-        places = () if unseen is None else (np.array(unseen.places, np.int64),)
-        changes = (tables.rows, tables.places, tables.pages)
+        follows = () if unseen is None else (np.array(unseen.places, np.int64),)
+        changes = (kept, tables.places, tables.pages)
         sent = self._staging.send_arrays(
-            [tokens, positions, slots, starts, contexts, wanted, *changes, *pieces, *places]
+            [tokens, positions, slots, starts, contexts, wanted, *changes, *pieces, *follows]
         )
         if unseen is not None:
             # A row without a token has failed, which the host will see; until then it computes some token.
@@ -164,29 +179,71 @@ class InputBuilder:
             )
 
     def _splice(
-        self, rows: Sequence[Row], total: int
+        self, rows: Sequence[Row], begins: Sequence[int], total: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         self._tokens, self._positions = _grown(self._tokens, total), _grown(self._positions, total)
-        begin = 0
-        for row in rows:
-            end, stop = begin + row.num_tokens, row.start + row.num_tokens
+        tokens, positions = self._tokens[:total], self._positions[:total]
+        if total > sum(row.num_tokens for row in rows):
+            tokens[:], positions[:] = 0, 0
+        for row, begin in zip(rows, begins, strict=True):
             known = row.computed  # all but one that is unseen
-            self._tokens[begin : begin + len(known)] = known
-            self._positions[begin:end] = np.arange(row.start - self._shift, stop - self._shift)
-            begin = end
-        self._tokens[begin:total] = 0
-        self._positions[begin:total] = 0
-        return self._tokens[:total], self._positions[:total]
+            tokens[begin : begin + len(known)] = known
+            tokens[begin + len(known) : begin + row.num_tokens] = 0
+            first = row.start - self._shift
+            positions[begin : begin + row.num_tokens] = np.arange(first, first + row.num_tokens)
+        return tokens, positions
 
     def _slots(
         self, positions: NDArray[np.int64], kept_row_of: NDArray[np.int64]
     ) -> NDArray[np.int64]:
+        """Where the KV of each token goes; nowhere, -1, for tokens of padding."""
+        slots = np.full(len(positions), -1, np.int64)
+        positions = positions[: len(kept_row_of)]
         blocks = self._tables.pages_at(kept_row_of, positions // self._block_tokens)
-        return blocks.astype(np.int64) * self._block_tokens + positions % self._block_tokens
+        own = blocks.astype(np.int64) * self._block_tokens + positions % self._block_tokens
+        slots[: len(own)] = np.where(kept_row_of == NOBODY, -1, own)
+        return slots
+
+
+def _laid_out(
+    rows: Sequence[Row], padding: Padding | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Which of the step's rows the given ones are, the lengths of all, and the tokens of all."""
+    own = np.array([row.num_tokens for row in rows], np.int64)
+    if padding is None:
+        return np.arange(len(rows)), own, int(own.sum())
+    decodes = num_decodes(rows)
+    places = np.arange(len(rows))
+    places[decodes:] += padding.decodes - decodes
+    lengths = np.zeros(padding.num_rows, np.int64)
+    lengths[: padding.decodes] = 1
+    lengths[places] = own
+    return places, lengths, padding.decodes + padding.chunk_tokens
+
+
+def num_decodes(rows: Sequence[Row]) -> int:
+    """How many of the leading rows have one token."""
+    return next((i for i, row in enumerate(rows) if row.num_tokens > 1), len(rows))
+
+
+def _wanted(rows: Sequence[Row], begins: Sequence[int], at_least: int) -> NDArray[np.int64]:
+    """Tokens whose logits are wanted: the last ones of rows that draw, then those that are scored; the first token, where there are fewer
+    than `at_least`.
+    """
+    last = [
+        begin + row.num_tokens - 1 for row, begin in zip(rows, begins, strict=True) if row.samples
+    ]
+    scored = [
+        begin + np.arange(row.num_scored)
+        for row, begin in zip(rows, begins, strict=True)
+        if row.num_scored
+    ]
+    wanted = np.concatenate((np.array(last, np.int64), *scored))
+    return np.pad(wanted, (0, max(0, at_least - len(wanted))))
 
 
 def _split(
-    rows: Sequence[Row], alone: Sequence[int], padding: int
+    rows: Sequence[Row], alone: Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """`rows` with the last `alone` tokens of each as rows of one: the lengths of all, and of how many each row now consists."""
     lengths: list[NDArray[np.int64]] = []
@@ -195,8 +252,13 @@ def _split(
         lengths.append(np.array([together] if together else [], np.int64))
         lengths.append(np.ones(count, np.int64))
     own_rows = [count + (row.num_tokens > count) for row, count in zip(rows, alone, strict=True)]
-    lengths.append(np.ones(padding, np.int64))
-    return np.concatenate(lengths), np.array(own_rows + [1] * padding, np.int64)
+    return np.concatenate(lengths), np.array(own_rows, np.int64)
+
+
+def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
+    starts = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
 
 
 def _grown(buffer: NDArray[_Integer], size: int) -> NDArray[_Integer]:

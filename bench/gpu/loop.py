@@ -11,7 +11,7 @@ import torch
 from baton.generation import Prompt, SamplingParams
 from baton.ids import SeqId
 from baton_engine.cache.arena import KvArena
-from baton_engine.cuda_graphs import DecodeGraphs
+from baton_engine.cuda_graphs import StepGraphs
 from baton_engine.host import ThreadEngineHost
 from baton_engine.messages import Failed, Generate, StepEvents
 from baton_engine.models.config import kv_layout
@@ -79,7 +79,7 @@ def run_loop(
         vocab_size=decoder.spec.vocab_size,
     )
     scheduler = Scheduler(limits, layout=arena.layout, secret=bytes(32), eos_ids=())
-    graphs = DecodeGraphs(
+    graphs = StepGraphs(
         decoder,
         arena,
         most_rows=limits.max_running,

@@ -8,7 +8,7 @@ import torch
 from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId
 from baton_engine.cache.arena import KvArena
-from baton_engine.cuda_graphs import DecodeGraphs, GraphBackend
+from baton_engine.cuda_graphs import GraphBackend, StepGraphs
 from baton_engine.messages import Generate
 from baton_engine.models.config import kv_layout
 from baton_engine.models.decoder import Decoder, DecoderInput
@@ -71,7 +71,7 @@ class ModelBench:
         self._arena = KvArena(layout, num_blocks, _buffer(memory))
         rule = model.kernels.split_rule(shape.heads, self._arena.layer(0))
         self._inputs = InputBuilder(block_tokens, num_blocks, model.device, rule)
-        captured = DecodeGraphs(
+        captured = StepGraphs(
             model,
             self._arena,
             most_rows=most_rows,

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId
-from baton_engine.cuda_graphs import DecodeGraphs, bucket_sizes
+from baton_engine.cuda_graphs import StepGraphs
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.messages import Generate
 from baton_engine.models.decoder import Decoder
@@ -36,6 +36,7 @@ from bench.gpu.timing import copy_rate, matmul_rate, read_rate
 from bench.gpu.verify import Case, attention_errors, token_errors, wrong_ones
 
 _CHANGING_BATCHES = 50
+_MOST_CHUNK_TOKENS = 64
 _BEYOND_32_BITS = 1 << 31
 _SMALL_SHARE = 0.1
 """Of the scores' spread: how far below the best a token may be that is drawn in 16 bits."""
@@ -204,42 +205,51 @@ def _prompts(place: Place, vocab: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def _graphs_equal_eager(place: Place, decoder: Decoder, dtype: torch.dtype) -> bool:
-    """Over batches that change in their number, their pages and their contexts: bit for bit."""
+    """Over batches that change in their number, their pages and their contexts, with prompts in every second one: bit for bit."""
     numbers, most, longest = random.Random(1), 8, min(512, place.longest)
     width = -(-longest // place.block_tokens)
     arena = arena_for(place, decoder, most * width * place.block_tokens, dtype)
     for layer in range(len(decoder.layers)):
         arena.layer(layer).normal_()
-    graphs = DecodeGraphs(decoder, arena, most_rows=most, table_width=width, backend=place.graphs())
+    graphs = StepGraphs(
+        decoder,
+        arena,
+        most_rows=most,
+        most_chunk_tokens=_MOST_CHUNK_TOKENS,
+        table_width=width,
+        backend=place.graphs(),
+    )
     rule = decoder.kernels.split_rule(decoder.spec.num_heads, arena.layer(0))
     builder = InputBuilder(place.block_tokens, arena.num_blocks, place.device, rule)
-    for _ in range(_CHANGING_BATCHES if place.on_gpu else 3):
+    for batch in range(_CHANGING_BATCHES if place.on_gpu else 4):
         pages = numbers.sample(range(arena.num_blocks), arena.num_blocks)
         rows = []
+        prompts = batch % 2 * numbers.randint(1, 3)
         for number in range(numbers.randint(1, most)):
-            context = numbers.randint(1, longest)
+            context = numbers.randint(_MOST_CHUNK_TOKENS, longest)
+            new = numbers.randint(2, _MOST_CHUNK_TOKENS // 4) if number < prompts else 1
             blocks = [BlockId(page) for page in pages[number * width : (number + 1) * width]]
-            rows.append(_decode(number, context, blocks, decoder.spec.vocab_size, numbers))
+            rows.append(_row(number, context, new, blocks, decoder.spec.vocab_size, numbers))
+        rows.sort(key=lambda row: row.num_tokens)
         held = [arena.layer(layer).clone() for layer in range(len(decoder.layers))]
         scored = graphs.scores(rows).logits.clone()
         for layer, pages_before in enumerate(held):
             arena.layer(layer).copy_(pages_before)
-        size = next(size for size in bucket_sizes(most) if size >= len(rows))
-        eager = decoder.forward(builder.build(rows, size), arena)[: len(rows)]
+        eager = decoder.forward(builder.build(rows, graphs.padding_of(rows)), arena)[: len(rows)]
         if not torch.equal(scored, eager):
             print("differ by", float((scored - eager).abs().max()), "with rows", len(rows))
             return False
     return True
 
 
-def _decode(
-    number: int, context: int, blocks: list[BlockId], vocab: int, numbers: random.Random
+def _row(
+    number: int, context: int, new: int, blocks: list[BlockId], vocab: int, numbers: random.Random
 ) -> Row:
     tokens = tuple(numbers.randrange(vocab) for _ in range(context))
     prompt = Prompt(prompt_tokens=tokens, sampling=SamplingParams(temperature=0, max_tokens=1))
     sequence = Request(asked=Generate(seq_id=SeqId(str(number)), prompt=prompt)).first_sequence()
     sequence.blocks += blocks
-    return Row(seq=sequence, start=context - 1, num_tokens=1, samples=(0,))
+    return Row(seq=sequence, start=context - new, num_tokens=new, samples=(0,))
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from baton.errors import EngineError
 from baton.generation import SamplingParams
 from baton.ids import BlockId
-from baton_engine.models.block_tables import BlockTables
+from baton_engine.models.block_tables import NOBODY, BlockTables
 from baton_engine.scheduling.plan import Row
 from baton_engine.scheduling.request import Sequence
 from tests.baton_engine.sequences import sequence
@@ -28,9 +28,10 @@ def whole(held: Sequence) -> Row:
 
 
 def tables_of(tables: BlockTables, rows: list[Row], padding: int = 0) -> list[list[int]]:
-    """What the device reads, up to the end of each text."""
-    changes = tables.update(rows, padding)
-    sent = [torch.from_numpy(part.copy()) for part in (changes.rows, changes.places, changes.pages)]
+    """What the device reads, up to the end of each text, and of so many rows of padding."""
+    changes = tables.update(rows)
+    kept = np.pad(changes.rows, (0, padding), constant_values=NOBODY)
+    sent = [torch.from_numpy(part.copy()) for part in (kept, changes.places, changes.pages)]
     read = tables.gather(changes.width, *sent)
     assert read.shape == (len(rows) + padding, changes.width)
     lengths = [len(row.seq.blocks) for row in rows] + [changes.width] * padding
@@ -68,10 +69,10 @@ def test_a_step_sends_the_pages_that_are_new_and_no_others():
     tables = BlockTables(BLOCK_TOKENS, NUM_BLOCKS, CPU)
     one, other = text([4, 7, 9]), text([8, 2])
     tables_of(tables, [whole(one), whole(other)])
-    assert len(tables.update([whole(one), whole(other)], 0).places) == 0
+    assert len(tables.update([whole(one), whole(other)]).places) == 0
     one.blocks.append(BlockId(11))
     other.blocks[1] = BlockId(3)
-    changes = tables.update([whole(one), whole(other)], 0)
+    changes = tables.update([whole(one), whole(other)])
     assert sorted(changes.pages.tolist()) == [3, 11]
 
 
@@ -88,12 +89,12 @@ def test_a_page_outside_the_arena_spoils_its_own_step_only(device):
     tables = BlockTables(BLOCK_TOKENS, NUM_BLOCKS, device)
     good, bad = text([4, 7]), text([4, NUM_BLOCKS])
     with pytest.raises(EngineError, match="outside the arena's 50"):
-        tables.update([whole(good), whole(bad)], 0)
+        tables.update([whole(good), whole(bad)])
     bad.blocks[1] = BlockId(9)
     assert tables_of(tables, [whole(good), whole(bad)]) == [[4, 7], [4, 9]]
 
 
 def test_places_are_read_where_slots_are_reckoned():
     tables = BlockTables(BLOCK_TOKENS, NUM_BLOCKS, None)
-    rows = tables.update([whole(text([4, 7])), whole(text([8]))], 0).rows
+    rows = tables.update([whole(text([4, 7])), whole(text([8]))]).rows
     assert tables.pages_at(rows[[0, 0, 1]], np.array([1, 0, 0])).tolist() == [7, 4, 8]

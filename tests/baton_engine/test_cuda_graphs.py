@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import EngineError
@@ -16,13 +16,14 @@ from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId
 from baton.layout import KvLayout
 from baton_engine.cache.arena import KvArena
-from baton_engine.cuda_graphs import DecodeGraphs, Scored, bucket_sizes
+from baton_engine.cuda_graphs import Scored, StepGraphs, bucket_sizes, mixed_sizes
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.kernels.splits import SplitRule
 from baton_engine.messages import Generate
 from baton_engine.models.config import kv_layout, load_spec
 from baton_engine.models.decoder import Decoder
+from baton_engine.models.inputs import InputBuilder, Unseen
 from baton_engine.models.loader import load_decoder
 from baton_engine.ports import PageExport
 from baton_engine.runner import ModelRunner
@@ -31,6 +32,7 @@ from baton_engine.scheduling.plan import Row, StepPlan
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.staging import DeviceStaging, PinnedBuffers
 from tests.baton_engine.looped import draw_all
+from tests.baton_engine.sequences import sequence
 from tests.baton_engine.stepping import Text, make_runner, make_texts, run_all
 from tests.baton_engine.tiny_models import make_model, random_prompts
 
@@ -106,12 +108,24 @@ def decoder(tmp_path_factory) -> Decoder:
 
 
 def graphed(
-    decoder: Decoder, num_blocks: int, most_rows: int = 5, backend: EagerGraphs | None = None
-) -> tuple[ModelRunner, KvArena, DecodeGraphs, EagerGraphs]:
+    decoder: Decoder,
+    num_blocks: int,
+    most_rows: int = 5,
+    backend: EagerGraphs | None = None,
+    *,
+    most_chunk_tokens: int = 0,
+) -> tuple[ModelRunner, KvArena, StepGraphs, EagerGraphs]:
     layout: KvLayout = kv_layout(decoder.spec, decoder.dtype, 16)
     memory = memoryview(bytearray(layout.region_bytes(num_blocks)))
     arena, backend = KvArena(layout, num_blocks, memory), backend or EagerGraphs()
-    graphs = DecodeGraphs(decoder, arena, most_rows=most_rows, table_width=20, backend=backend)
+    graphs = StepGraphs(
+        decoder,
+        arena,
+        most_rows=most_rows,
+        most_chunk_tokens=most_chunk_tokens,
+        table_width=20,
+        backend=backend,
+    )
     return ModelRunner(decoder, arena, graphs=graphs), arena, graphs, backend
 
 
@@ -255,3 +269,93 @@ def test_a_row_without_its_pages_is_refused_before_anything_is_computed(decoder)
     with pytest.raises(EngineError, match="do not cover"):
         runner.execute(StepPlan(step=0, rows=(row,)))
     assert not backend.repeated
+
+
+@given(most=st.integers(1, 2000), tokens=st.integers(1, 600))
+def test_there_is_a_shape_for_every_small_step_with_prompts(most, tokens):
+    shapes = mixed_sizes(most, tokens)
+    assert {shape.decodes for shape in shapes} >= {0, most}
+    for room in {shape.decodes for shape in shapes}:
+        sizes = [shape.chunk_tokens for shape in shapes if shape.decodes == room]
+        assert sizes[-1] >= tokens
+        assert all(larger == 2 * smaller for smaller, larger in pairwise(sizes))
+    assert mixed_sizes(most, 0) == ()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [PARAMS, replace(PARAMS, temperature=0.8, seed=3, top_p=0.9), replace(PARAMS, logprobs=2)],
+    ids=["greedy", "random", "logprobs"],
+)
+def test_prompts_beside_decodes_from_graphs_draw_what_they_draw_without(decoder, params):
+    def texts() -> tuple[list[Text], int]:
+        prompts = random_prompts(7, 90, seed=2)
+        return make_texts(prompts, params, block_tokens=16, chunks=(20, 3, 200))
+
+    plain, num_blocks = texts()
+    run_all(make_runner(decoder, block_tokens=16, num_blocks=num_blocks)[0], plain)
+    repeated, _ = texts()
+    backend = StaticGraphs()
+    runner, _, graphs, _ = graphed(
+        decoder, num_blocks, most_rows=8, backend=backend, most_chunk_tokens=64
+    )
+    taken: list[bool] = []
+    scores = graphs.scores
+
+    def count(rows: list[Row], unseen: Unseen | None = None) -> Scored:
+        taken.append(any(row.num_tokens > 1 for row in rows))
+        return scores(rows, unseen)
+
+    graphs.scores = count  # type: ignore[method-assign,assignment]
+    run_all(runner, repeated)
+    assert True in taken
+    assert [t.seq.tokens for t in repeated] == [t.seq.tokens for t in plain]
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_steps_of_any_mixture_leave_the_pages_and_logits_that_they_leave_eagerly(decoder, data):
+    """In turn from one set of graphs, so that a step finds what the one before it left in the tensors that stay."""
+    runner_graphs, eager = (
+        graphed(decoder, 60, most_rows=6, backend=StaticGraphs(), most_chunk_tokens=32)
+        for _ in range(2)
+    )
+    _, arena, graphs, _ = runner_graphs
+    builder = InputBuilder(16, 60, CPU, CuttingKernels.RULE)
+    torch.manual_seed(data.draw(st.integers(0, 5)))
+    for layer in range(len(decoder.layers)):
+        arena.layer(layer).normal_()
+        eager[1].layer(layer).copy_(arena.layer(layer))
+    for _ in range(data.draw(st.integers(1, 4))):
+        lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
+        pages = data.draw(st.permutations(range(60)))
+        rows = []
+        for place, new in enumerate(sorted(lengths)):
+            context = new + data.draw(st.integers(0, 40))
+            held = sequence(range(3, 3 + context), PARAMS, seq_id=str(place))
+            held.blocks = [BlockId(page) for page in pages[place * 4 : place * 4 + 4]]
+            drawn = (0,) if new == 1 or data.draw(st.booleans()) else ()
+            rows.append(Row(seq=held, start=context - new, num_tokens=new, samples=drawn))
+        if not graphs.takes_rows(rows):
+            assert sum(new > 1 for new in lengths) > 4 or sum(n for n in lengths if n > 1) > 32
+            continue
+        logits = graphs.scores(rows).logits
+        wanted = decoder.forward(builder.build(rows), eager[1])
+        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+        for layer in range(len(decoder.layers)):
+            torch.testing.assert_close(
+                arena.layer(layer), eager[1].layer(layer), atol=1e-4, rtol=1e-4
+            )
+
+
+def test_steps_with_prompts_are_taken_while_they_are_small(decoder):
+    (text,), num_blocks = texts_of(1)
+    _, _, graphs, _ = graphed(decoder, num_blocks, most_chunk_tokens=32)
+    decode = Row(seq=text.seq, start=40, num_tokens=1, samples=(0,))
+    chunk = Row(seq=text.seq, start=0, num_tokens=10, samples=())
+    scored = replace(chunk, num_scored=3)
+    for taken in ((chunk,), (decode, chunk), (decode,) * 5 + (chunk,) * 3):
+        assert graphs.takes(StepPlan(step=0, rows=taken))
+    too_large = (replace(chunk, num_tokens=33),)
+    for left in ((decode,) * 6 + (chunk,), (chunk,) * 4, (chunk,) * 5, (scored,), too_large):
+        assert not graphs.takes(StepPlan(step=0, rows=left))

@@ -17,7 +17,7 @@ from baton.ids import SeqId
 from baton.layout import KvLayout
 from baton_engine.build import build_engine
 from baton_engine.cache.arena import DrafterPages, KvArena
-from baton_engine.cuda_graphs import DecodeGraphs
+from baton_engine.cuda_graphs import StepGraphs
 from baton_engine.draft_model import DraftModel
 from baton_engine.grammar import load_compiler
 from baton_engine.kernels.reference import ReferenceKernels
@@ -340,7 +340,7 @@ def test_drafts_can_be_repeated_from_graphs(model):
     drafter = eager.drafter
     assert isinstance(drafter, DraftModel)
     backend = EagerGraphs()
-    drafter._graphs = DecodeGraphs(
+    drafter._graphs = StepGraphs(
         drafter._model,
         eager.arena,
         most_rows=8,

@@ -18,7 +18,7 @@ from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import SeqId
 from baton_engine.build import build_engine
 from baton_engine.cache.arena import HiddenPages, KvArena
-from baton_engine.cuda_graphs import DecodeGraphs
+from baton_engine.cuda_graphs import StepGraphs
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.messages import Abort, Generate, Prefill, Receive
 from baton_engine.models.config import kv_layout, load_spec
@@ -266,7 +266,7 @@ def test_graphs_of_the_model_keep_what_the_head_reads(model, head):
     engine.runner = ModelRunner(
         engine.runner._model,
         engine.arena,
-        graphs=DecodeGraphs(
+        graphs=StepGraphs(
             engine.runner._model,
             engine.arena,
             most_rows=8,
