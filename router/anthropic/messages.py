@@ -19,8 +19,8 @@ from router.anthropic.replies import (
     MessageReply,
     MessageStart,
     MessageStop,
+    MessageTokensDetails,
     MessageUsage,
-    OutputTokensDetails,
     StopDelta,
     StopReason,
     TextContent,
@@ -257,5 +257,5 @@ def _usage(run: GenerationRun) -> MessageUsage:
         input_tokens=len(run.request.prompt.prompt_tokens) - run.reused_tokens,
         cache_read_input_tokens=run.reused_tokens,
         output_tokens=run.output_tokens,
-        output_tokens_details=OutputTokensDetails(thinking_tokens=run.reasoning_tokens),
+        output_tokens_details=MessageTokensDetails(thinking_tokens=run.reasoning_tokens),
     )

@@ -36,7 +36,7 @@ MessageContent = Annotated[
 ]
 
 
-class OutputTokensDetails(BaseModel):
+class MessageTokensDetails(BaseModel):
     """What output tokens were spent on."""
 
     thinking_tokens: int = 0
@@ -49,7 +49,7 @@ class MessageUsage(BaseModel):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
     output_tokens: int
-    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
+    output_tokens_details: MessageTokensDetails = MessageTokensDetails()
 
 
 class MessageReply(BaseModel):

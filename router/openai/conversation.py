@@ -36,7 +36,7 @@ CallId = Annotated[str, Field(min_length=1, max_length=256)]
 Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS_LENGTH)]
 
 
-class CalledFunction(BodyObject):
+class EarlierFunction(BodyObject):
     """What an earlier answer called. `arguments` is the JSON of an object, as it was answered."""
 
     name: FunctionName
@@ -65,7 +65,7 @@ class ToolCall(BodyObject):
 
     id: CallId
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: EarlierFunction
 
     def for_template(self, param: str = "messages") -> dict[str, JsonValue]:
         """Templates write arguments themselves: they are given the object.

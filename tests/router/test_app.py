@@ -1,12 +1,15 @@
 import asyncio
 import json
+from collections import Counter
 
 import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
+from pydantic import BaseModel
 
 from router.openai.requests import ChatCompletionRequest
+from router.openapi import READ
 from tests.router.served import MODEL, Served, listening, serve
 from tests.waits import soon
 
@@ -114,6 +117,27 @@ async def test_a_proxy_may_take_its_path_off_or_leave_it(prefix: str):
 async def test_the_version_is_told():
     async with serve() as served:
         assert (await served.http.get("/version")).json() == {"version": "1.2.3"}
+
+
+@pytest.mark.parametrize("model", READ)
+async def test_a_request_is_described_as_it_is_read(model: type[BaseModel]) -> None:
+    whole = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    own = whole.get("$defs", {})
+    async with serve() as served:
+        described = (await served.http.get("/openapi.json")).json()["components"]["schemas"]
+    assert {name: described[name] for name in own} == own
+
+
+def test_no_two_models_of_the_description_have_one_name() -> None:
+    """The one would be described as the other."""
+    left, classes = [BaseModel], set[type[BaseModel]]()
+    while left:
+        inner = set(left.pop().__subclasses__()) - classes
+        classes |= inner
+        left += inner
+    found = Counter(one.__name__ for one in classes if one.__module__.startswith("router."))
+    assert found["ResponsesRequest"] == 1
+    assert [name for name, count in found.items() if count > 1] == []
 
 
 async def test_the_description_has_the_true_request_and_reply_schemas():

@@ -32,8 +32,8 @@ from router.http.fields import (
 from router.http.known_fields import Api
 from router.openai.conversation import (
     Arguments,
-    CalledFunction,
     CallId,
+    EarlierFunction,
     TemplateArguments,
     ToolCall,
     assistant_message,
@@ -108,7 +108,7 @@ class FunctionCallItem(BodyObject):
         Raises:
             InvalidRequestError: Its arguments are no object.
         """
-        function = CalledFunction(name=self.name, arguments=self.arguments)
+        function = EarlierFunction(name=self.name, arguments=self.arguments)
         return ToolCall(id=self.call_id, function=function).for_template(param="input")
 
 
@@ -128,22 +128,22 @@ class FunctionCallOutput(BodyObject):
         return [self.call_id]
 
 
-class ReasoningText(BodyObject):
+class ThoughtPart(BodyObject):
     """A piece of what the model thought aloud, or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-ReasoningTexts = Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)]
+ThoughtParts = Annotated[list[ThoughtPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class ReasoningItem(BodyObject):
     """What the model thought aloud in an earlier answer; of what is encrypted, nothing is read."""
 
     type: Literal["reasoning"]
-    summary: ReasoningTexts | None = None
-    content: ReasoningTexts | None = None
+    summary: ThoughtParts | None = None
+    content: ThoughtParts | None = None
 
     calls: ClassVar[Sequence[str]] = ()
     results: ClassVar[Sequence[str]] = ()
@@ -311,7 +311,7 @@ class TextSettings(BodyObject):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class Reasoning(BodyObject):
+class ReasoningSettings(BodyObject):
     """How much the model is to think. Only the effort reaches it, through its template; there are no summaries."""
 
     effort: Name | None = None
@@ -331,7 +331,7 @@ class ResponsesRequest(ReasoningBody):
     include: list[Name] | None = Field(None, max_length=64)
     top_logprobs: Logprobs | None = None
     text: TextSettings | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningSettings | None = None
     tools: list[FunctionTool | HostedTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: (
         Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | HostedChoice | None
