@@ -103,9 +103,8 @@ class ModelRunner:
             before, self._last = self._last, None  # a step that breaks off leaves none
             step = self._launch(plan, self._unseen(plan, before))
             if still_compiling(plan.rows):
-                wait_for(
-                    self._model.device
-                )  # as long as the scores take, a grammar may be compiled
+                # For as long as the scores take, nobody waits for a grammar.
+                wait_for(self._model.device)
             if not _waits_for_tokens(plan):
                 step.draws  # noqa: B018 - drawn at once
         self._last = step
