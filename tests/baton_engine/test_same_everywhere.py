@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from baton.config.schema import GrammarConfig
-from baton.config.speculative import NgramSpeculation
+from baton.config.speculative import NgramSpeculation, Speculation, SuffixSpeculation
 from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import SeqId
 from baton.tokens import PackedTokens
@@ -28,7 +28,8 @@ from tests.baton_engine.tiny_models import make_model
 from tests.baton_engine.whole_engine import WholeEngine, hand_off
 
 CASES = 22
-GUESSES = NgramSpeculation(num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=4)
+NGRAMS = NgramSpeculation(num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=4)
+SUFFIXES = SuffixSpeculation(num_speculative_tokens=24)
 SCHEMA: JsonObject = {
     "type": "object",
     "properties": {
@@ -164,12 +165,12 @@ class Engines:
     model: Path
     compiler: MatcherCompiler
 
-    def new(self, *, guesses: bool) -> WholeEngine:
+    def new(self, by: Speculation | None) -> WholeEngine:
         return WholeEngine(
             self.model,
             eos_ids=load_spec(self.model).eos_token_ids,
             grammars=self.compiler,
-            speculation=GUESSES if guesses else None,
+            speculation=by,
         )
 
 
@@ -181,7 +182,7 @@ def engines(model: Path, compiler: MatcherCompiler) -> Engines:
 @pytest.fixture(scope="module")
 def expected(engines: Engines, prompts: list[Prompt]) -> list[Texts]:
     """From one worker that guesses nothing."""
-    return _from_one(engines.new(guesses=False), prompts)
+    return _from_one(engines.new(None), prompts)
 
 
 def _from_one(engine: WholeEngine, asked: Sequence[Prompt]) -> list[Texts]:
@@ -199,19 +200,23 @@ def test_calls_and_reasoning_are_among_them(expected: list[Texts], mark_ids: dic
     assert found["</think>"] > CASES / 6
 
 
-def test_one_that_guesses(engines: Engines, prompts: list[Prompt], expected: list[Texts]):
-    engine = engines.new(guesses=True)
+@pytest.mark.parametrize("by", [NGRAMS, SUFFIXES])
+def test_one_that_guesses(
+    engines: Engines, prompts: list[Prompt], expected: list[Texts], by: Speculation
+):
+    engine = engines.new(by)
     assert _from_one(engine, prompts) == expected
     counts = engine.scheduler.speculation_counts
     assert counts is not None
     assert 0 < counts.accepted_tokens < counts.draft_tokens
 
 
+@pytest.mark.parametrize("by", [NGRAMS, SUFFIXES])
 def test_a_pair_that_guesses_and_loses_its_decode_worker(
-    engines: Engines, prompts: list[Prompt], expected: list[Texts]
+    engines: Engines, prompts: list[Prompt], expected: list[Texts], by: Speculation
 ):
     rng, moved = Random(18), 0
-    prefill, decode, other = (engines.new(guesses=True) for _ in range(3))
+    prefill, decode, other = (engines.new(by) for _ in range(3))
     for number, prompt in enumerate(prompts):
         name = _name(number)
         _hand_over(prefill, decode, name, prompt)
