@@ -24,6 +24,8 @@ STANDARD = {
 }
 """Variables of other standards that give a setting, unless ours does; of two the later one wins."""
 
+_RAY_HEAD_WAIT_S = 30 * 24 * 3600
+
 # Kubernetes describes each service of the namespace in variables of these forms. A service named `baton-router` thus
 # makes BATON_ROUTER_SERVICE_HOST and even BATON_ROUTER_PORT=tcp://10.0.0.7:8000, which is not meant as a setting.
 _SERVICE_LINK_NAME = re.compile(r"_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)$")
@@ -87,6 +89,13 @@ def authenticate_ray(new_token: str | None) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if new_token is not None and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", new_token)
+
+
+def outlast_ray_head() -> None:
+    """Has Ray's processes here wait for a head that is away instead of ending after a minute, unless the operator has decided; Ray reads
+    this when it is imported, and hands it to nodes that it starts.
+    """
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_RAY_HEAD_WAIT_S))
 
 
 def have_threads_sleep(environ: MutableMapping[str, str]) -> None:

@@ -7,7 +7,9 @@ same bundle. Routers find workers by their registrations in Redis and never ask 
 import asyncio
 import importlib
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -24,9 +26,15 @@ from baton_cluster.launch.child_process import event_of
 from baton_cluster.launch.lifeline import Status
 from baton_cluster.launch.plan import ChildPlan
 from baton_cluster.launch.ray_worker import WorkerActor
-from baton_cluster.launch.supervisor import ChildExited, Event
+from baton_cluster.launch.supervisor import ChildExited, ChildFatal, Event
 
 _KILLED = -9
+_HEAD_WAIT_S = 5.0
+_OTHER_HEAD = "WrongClusterID"
+_STATE_LOST = (
+    "Ray's head came back without its state, and places nothing for this launcher any more: start the launcher again when "
+    "it suits, and have the head keep its state (RAY_REDIS_ADDRESS)"
+)
 
 _log = get_logger(__name__)
 
@@ -113,6 +121,7 @@ class RayPlaces:
         """
         settings = self._config.ray
         env.authenticate_ray(None if settings.address else secrets.token_hex(32))
+        env.outlast_ray_head()
         try:
             self._ray = importlib.import_module("ray")
         except ImportError as error:
@@ -141,32 +150,50 @@ class RayPlaces:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Gives every place back; what still runs in one is ended by Ray."""
-        for group in self._groups.values():
-            self._ray.util.remove_placement_group(group)
+        """Gives every place back; what still runs in one is ended by Ray. Does not wait for a head that is away: Ray gives places back
+        by itself once it hears that their owner is gone.
+        """
+        giving = threading.Thread(target=self._give_back, name="give places back", daemon=True)
+        giving.start()
+        giving.join(_HEAD_WAIT_S)
+        if giving.is_alive():
+            _log.warning("Ray's head is away: it gives the places back when it returns")
         self._ray.shutdown()
+
+    def _give_back(self) -> None:
+        try:
+            for group in self._groups.values():
+                self._ray.util.remove_placement_group(group)
+        except self._ray.exceptions.RayError as error:
+            _log.warning("places are not given back", reason=str(error).splitlines()[0])
 
     async def start(self, plan: ChildPlan, assignment: Assignment) -> "RayChild":
         """A new actor in the worker's bundle. What goes wrong from here on is an event of the child."""
         assert plan.worker is not None, "only workers run on Ray"
+        role, name = plan.worker.role, f"{plan.name}-{assignment.part.incarnation:x}"
+        bundle = int(plan.name.rpartition("-")[2])
+        return RayChild(self._ray, lambda: self._actor(role, name, bundle), plan, assignment)
+
+    def _actor(self, role: Role, name: str, bundle: int) -> Any:
+        """Blocks while the head is away: that of a named actor is the registration that Ray answers, so that a refusal is heard."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         settings = self._config.ray
-        actor = (
+        scheduling = strategies.PlacementGroupSchedulingStrategy(
+            self._groups[role], placement_group_bundle_index=bundle
+        )
+        return (
             self._ray.remote(WorkerActor)
             .options(
+                name=name,
                 num_cpus=settings.num_cpus,
                 num_gpus=settings.num_gpus,
                 resources=settings.resources,
                 max_restarts=0,
                 max_task_retries=0,
-                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
-                    self._groups[plan.worker.role],
-                    placement_group_bundle_index=int(plan.name.rpartition("-")[2]),
-                ),
+                scheduling_strategy=scheduling,
             )
             .remote()
         )
-        return RayChild(self._ray, actor, plan, assignment)
 
     def _place(self) -> None:
         cluster, settings = self._config.cluster, self._config.ray
@@ -199,12 +226,17 @@ class RayPlaces:
 class RayChild:
     """One start of a worker on Ray, as the launcher sees it."""
 
-    def __init__(self, ray: Any, actor: Any, plan: ChildPlan, assignment: Assignment) -> None:
+    def __init__(
+        self, ray: Any, create: Callable[[], Any], plan: ChildPlan, assignment: Assignment
+    ) -> None:
         self._ray = ray
-        self._actor = actor
+        self._create = create
+        self._actor: Any = None
+        self._is_killed = False
         self._plan = plan
         self._assignment = assignment
         self._pid = 0
+        self._gone = asyncio.Event()
         self._calls: set[asyncio.Future[Any]] = set()
 
     @property
@@ -221,33 +253,83 @@ class RayChild:
         """What happens to the worker, up to its exit, which is always the last."""
         name, incarnation, returncode = self._plan.name, self.incarnation, _KILLED
         try:
-            host = await self._actor.__ray_call__.remote(_host_of_node)
+            await self._told(_in_thread(self._have_actor))
+            host = await self._told(self._actor.__ray_call__.remote(_host_of_node))
             role, told = self._plan.role, encode(self._assignment)
             # Not an argument of the actor's making, which Ray's head keeps: it holds the cluster's secret.
-            self._pid = await self._actor.start.remote(role, told, host)
-            while not isinstance(said := await self._actor.next_status.remote(), int):
+            self._pid = await self._told(self._actor.start.remote(role, told, host))
+            while not isinstance(said := await self._told(self._actor.next_status.remote()), int):
                 yield event_of(msgspec.json.decode(said, type=Status), name, incarnation)
             returncode = said
         except self._ray.exceptions.RayError as error:
-            _log.warning("the actor is gone", process=name, reason=str(error).splitlines()[0])
+            reason = str(error).splitlines()[0]
+            if _OTHER_HEAD in reason:
+                lost = UnavailableError(_STATE_LOST)
+                yield ChildFatal(name=name, incarnation=incarnation, error=lost)
+            _log.warning("the actor is gone", process=name, reason=reason)
+        except UnavailableError as error:
+            _log.warning("the actor is given up", process=name, reason=error.message)
         self.kill()
         yield ChildExited(name=name, incarnation=incarnation, returncode=returncode)
 
     def terminate(self) -> None:
-        """Asks the worker to end."""
+        """Asks the worker to end; ends it, if it is not known to have begun."""
+        if not self._pid:
+            self.kill()
+            return
         call = asyncio.ensure_future(self._end())
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
     def kill(self) -> None:
-        """Ends the actor, and Ray with it the worker below it."""
+        """Ends the actor, and Ray with it the worker below it. If the head is away Ray does so when it returns: until then its bundle
+        has no room for another.
+        """
+        self._is_killed = True
+        if self._actor is None:
+            self._gone.set()
+            return
         self._ray.kill(self._actor, no_restart=True)
+        asyncio.get_running_loop().call_later(_HEAD_WAIT_S, self._gone.set)
+
+    def _have_actor(self) -> None:
+        self._actor = self._create()
+        if self._is_killed:
+            self._ray.kill(self._actor, no_restart=True)
+
+    async def _told(self, reference: Any) -> Any:
+        """What it comes to. Raises `UnavailableError` if the actor was killed and Ray does not say that it is gone."""
+        answer = asyncio.ensure_future(reference)
+        gone = asyncio.ensure_future(self._gone.wait())
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if answer.done():
+            return answer.result()
+        answer.cancel()
+        raise UnavailableError("it was killed, and Ray's head is away")
 
     async def _end(self) -> None:
         try:
             await self._actor.terminate.remote()
         except self._ray.exceptions.RayError:
             return  # gone already; its exit is on the way
+
+
+def _in_thread(call: Callable[[], None]) -> asyncio.Future[None]:
+    """Calls in a thread for which nothing waits at the end: Ray's calls to its head block while that is away."""
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()  # from here on a cancellation is ours alone, and the thread may still say what came of it
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  # raised where it is waited for
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="ray", daemon=True).start()
+    return asyncio.wrap_future(done)
 
 
 def _host_of_node(_actor: object) -> str:

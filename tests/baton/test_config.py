@@ -1,4 +1,5 @@
 import json
+import os
 import re
 from pathlib import Path
 
@@ -535,3 +536,13 @@ def test_what_of_speculation_there_is_not_is_refused_by_its_field(text, field, w
 def test_a_speculative_config_that_is_no_json_object_is_refused():
     assert "expected JSON" in refusal(flags=[speculative("ngram")])
     assert "expected" in refusal(flags=[speculative("[1]")])
+
+
+@pytest.mark.parametrize("decided", [None, "90"])
+def test_rays_processes_wait_for_their_head_unless_the_operator_has_decided(monkeypatch, decided):
+    name = "RAY_gcs_rpc_server_reconnect_timeout_s"
+    monkeypatch.setenv(name, decided or "")
+    if decided is None:
+        monkeypatch.delenv(name)
+    env.outlast_ray_head()
+    assert os.environ[name] == (decided or str(30 * 24 * 3600))

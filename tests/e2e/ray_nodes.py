@@ -1,4 +1,8 @@
-"""Two nodes of Ray on this machine, with one CPU each, until standard input ends. Prints the address of the head."""
+"""Two nodes of Ray on this machine, with one CPU each, until standard input ends. Prints the address of the head.
+
+A line on standard input, `kill head` or `start head`, ends the head's server or starts it again at the same port, and is answered by a
+line with its pid.
+"""
 
 import importlib
 import sys
@@ -15,7 +19,14 @@ def main() -> None:
     try:
         cluster.add_node(**node)
         print(cluster.address, flush=True)
-        sys.stdin.read()
+        for line in sys.stdin:
+            processes = cluster.head_node.all_processes
+            if line.strip() == "start head":
+                cluster.head_node.start_gcs_server()
+                print(processes["gcs_server"][0].process.pid, flush=True)
+            else:
+                print(processes["gcs_server"][0].process.pid, flush=True)
+                cluster.head_node.kill_gcs_server()
     finally:
         cluster.shutdown()
 

@@ -1,5 +1,6 @@
 """`baton serve --launcher ray` on two nodes of Ray, as processes."""
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -16,7 +18,7 @@ import psutil
 import pytest
 
 from tests.e2e.served import eventually
-from tests.redis_servers import fake_redis
+from tests.redis_servers import REDIS_SERVER, fake_redis, real_redis
 
 pytestmark = [
     pytest.mark.ray,
@@ -29,24 +31,46 @@ ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5e" * 
 START_S = 90.0
 
 
-@pytest.fixture(scope="module")
-def ray_address() -> Iterator[str]:
-    nodes = subprocess.Popen(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """Two nodes of Ray, and the process that has them."""
+
+    address: str
+    process: subprocess.Popen[str]
+
+    def tell(self, line: str) -> int:
+        """Kills the head's server, or starts it again; its pid."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+
+@contextmanager
+def ray_nodes(**environment: str) -> Iterator[Nodes]:
+    process = subprocess.Popen(
         [sys.executable, "-m", "tests.e2e.ray_nodes"],
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    assert nodes.stdin is not None
-    assert nodes.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        yield nodes.stdout.readline().strip()
+        yield Nodes(address=process.stdout.readline().strip(), process=process)
     finally:
-        nodes.stdin.close()
-        nodes.wait(timeout=60)
-        nodes.stdout.close()
+        process.stdin.close()
+        process.wait(timeout=60)
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    with ray_nodes() as nodes:
+        yield nodes.address
 
 
 @contextmanager
@@ -134,3 +158,85 @@ def test_workers_for_which_there_is_no_room_are_named(ray_address, tmp_path):
     ):
         told = "Ray has no room for the prefill workers: bundle 2 (CPU 1): 2 nodes have room for 2 of 3"
         eventually(lambda: told in log.read_text(), "the reason", 60)
+
+
+HEAD_MAY_BE_AWAY = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+
+
+def kill_head(nodes: Nodes) -> None:
+    head = psutil.Process(nodes.tell("kill head"))
+    eventually(lambda: not head.is_running(), "the end of Ray's head")
+
+
+def lose_decode_worker() -> psutil.Process:
+    """The worker of which the actor was killed, which is over then."""
+    worker = workers()["decode"]
+    actor = worker.parent()
+    assert actor is not None
+    actor.kill()
+    eventually(lambda: not worker.is_running(), "the end of the actor's worker")
+    return worker
+
+
+@pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
+async def test_a_head_with_its_state_in_redis_may_die_and_supervises_again_when_it_is_back(
+    tmp_path,
+):
+    async with real_redis(tmp_path) as state:
+        await asyncio.to_thread(lose_head_and_worker, tmp_path, state.url.removeprefix("redis://"))
+
+
+def lose_head_and_worker(tmp_path: Path, state_address: str) -> None:
+    with (
+        fake_redis() as redis_url,
+        ray_nodes(RAY_REDIS_ADDRESS=state_address, **HEAD_MAY_BE_AWAY) as nodes,
+        serving(tmp_path, "--ray-address", nodes.address, cluster=cluster_section(redis_url)) as (
+            url,
+            log,
+            _,
+        ),
+    ):
+        eventually(lambda: "baton: ready" in log.read_text(), "ready", START_S)
+        text, prefill = ask(url), workers()["prefill"]
+        kill_head(nodes)
+        assert ask(url) == text
+        lost = lose_decode_worker()
+        assert ask(url) == text
+        nodes.tell("start head")
+        eventually(lambda: "process is back" in log.read_text(), "its next start", START_S)
+        assert workers()["decode"].pid != lost.pid
+        assert workers()["prefill"].pid == prefill.pid
+        assert ask(url) == text
+    eventually(lambda: not workers(), "the end of all workers")
+
+
+def test_workers_outlast_a_head_that_forgets_them_and_the_log_says_what_is_lost(tmp_path):
+    with (
+        fake_redis() as redis_url,
+        ray_nodes(**HEAD_MAY_BE_AWAY) as nodes,
+        serving(tmp_path, "--ray-address", nodes.address, cluster=cluster_section(redis_url)) as (
+            url,
+            log,
+            _,
+        ),
+    ):
+        eventually(lambda: "baton: ready" in log.read_text(), "ready", START_S)
+        text, prefill = ask(url), workers()["prefill"]
+        kill_head(nodes)
+        lose_decode_worker()
+        nodes.tell("start head")
+        told = "Ray's head came back without its state"
+        eventually(lambda: told in log.read_text(), "what is lost", START_S)
+        assert ask(url) == text
+        assert workers()["prefill"].pid == prefill.pid
+    eventually(lambda: not workers(), "the end of all workers")
+
+
+def test_a_cluster_ends_while_the_head_is_away(tmp_path):
+    with fake_redis() as redis_url, ray_nodes(**HEAD_MAY_BE_AWAY) as nodes:
+        section = cluster_section(redis_url)
+        with serving(tmp_path, "--ray-address", nodes.address, cluster=section) as (_, log, _):
+            eventually(lambda: "baton: ready" in log.read_text(), "ready", START_S)
+            kill_head(nodes)
+            lose_decode_worker()
+        eventually(lambda: not workers(), "the end of all workers")
