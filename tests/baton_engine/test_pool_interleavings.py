@@ -34,6 +34,7 @@ class PoolInterleavings(Interleavings):
             world.block_sink.eager = eager
         self.local, self.moving = {}, {}
         self.unasked, self.started, self.cut = set(), set(), set()
+        self.compiling = {}
 
     @rule()
     def copy_what_was_offered(self):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,20 @@ pytestmark = needs_triton
 MIXED = [(1, 1), (5, 5), (19, 150), (40, 40), (3, 131)]
 DECODES = [(1, 1), (1, 64), (1, 131), (1, 300)]
 BALANCED = SplitRule(spread=5)
+
+
+def places_matter():
+    """Whether kernels are interpreted, and numpy's product gives a row other bits where it stands elsewhere among the others."""
+    if DEVICE == "cuda":
+        return False
+    numbers = np.random.default_rng(0)
+    rows = numbers.standard_normal((64, 64), dtype=np.float32)
+    others = numbers.standard_normal((64, 32), dtype=np.float32)
+    products = rows @ others
+    return any(
+        not np.array_equal(np.roll(rows, by, 0) @ others, np.roll(products, by, 0))
+        for by in range(1, 64)
+    )
 
 
 def make(rows, *, block_tokens, heads, kv_heads, head_dim, dtype):
@@ -89,6 +104,8 @@ def test_decodes_do_not_depend_on_how_contexts_are_cut_but_for_rounding(rule):
 
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_tokens_bits_do_not_depend_on_how_its_prompt_was_cut(window):
+    if places_matter():
+        pytest.skip("numpy, which interprets the kernel, rounds by a row's place on this processor")
     query, pages, batch = make(
         [(100, 200)], block_tokens=16, heads=2, kv_heads=1, head_dim=64, dtype=torch.float16
     )
