@@ -58,6 +58,9 @@ class BuildNative(build_ext):
         wanted = native.runnable_variants()[:1] if in_tree else native.VARIANTS
         if self.variant:
             wanted = [variant for variant in native.VARIANTS if variant.name == self.variant]
+            if not wanted:
+                names = ", ".join(variant.name for variant in native.VARIANTS)
+                raise SystemExit(f"no variant {self.variant}; there are {names}")
         todo = [ext for ext in self.extensions if ext.variant in wanted]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda ext: self._build(ext, in_tree), todo))

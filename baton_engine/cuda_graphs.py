@@ -28,10 +28,11 @@ T = TypeVar("T")
 _FINE_UP_TO = 64
 _FINE, _COARSE = 8, 32
 SMALL_PROMPTS = 128
-"""Tokens of prompts that a step computes in about the time that its kernels take to be launched."""
+"""Most tokens of prompts in a step that is repeated from a graph. A guess, not measured yet: about as many as are computed in the time that
+launching the kernels takes."""
 _FEWEST_CHUNK_TOKENS = 16
 MOST_CHUNKS = 4
-"""Prompts in a step that is repeated from a graph."""
+"""Most prompts in a step that is repeated from a graph."""
 
 
 class GraphBackend(Protocol):

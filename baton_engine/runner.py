@@ -103,7 +103,7 @@ class ModelRunner:
             before, self._last = self._last, None  # a step that breaks off leaves none
             step = self._launch(plan, self._unseen(plan, before))
             if still_compiling(plan.rows):
-                # For as long as the scores take, nobody waits for a grammar.
+                # Until the scores are there the grammar has time: nothing waits for it longer than for them.
                 wait_for(self._model.device)
             if not _waits_for_tokens(plan):
                 step.draws  # noqa: B018 - drawn at once
@@ -119,13 +119,12 @@ class ModelRunner:
         self._arena.copy_pages(plan.copies)
         if not plan.rows:
             return _UnderWay(plan)
+        sampling = [row for row in plan.rows if row.samples]
         if self._graphs is not None and self._graphs.takes(plan):
             scored = self._graphs.scores(plan.rows, unseen)
-            drawing = [row for row in plan.rows if row.samples]
-            draw = partial(self._sampler.sample, scored.logits, drawing, scored.greedy)
-            return _UnderWay(plan, draw if drawing else None)
+            draw = partial(self._sampler.sample, scored.logits, sampling, scored.greedy)
+            return _UnderWay(plan, draw if sampling else None)
         hidden, fetched = self._compute(plan, unseen)
-        sampling = [row for row in plan.rows if row.samples]
         sample = self._sampling(hidden[: len(sampling)], sampling) if sampling else None
         scores = self._scorer.score(hidden[len(sampling) :], plan.rows)
         return _UnderWay(plan, sample, scores, fetched)

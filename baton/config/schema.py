@@ -75,7 +75,7 @@ class EngineConfig:
             is admitted: at 0 most run at once, at 1 none with a single sample is ever preempted.
         speculative_config: How workers that decode guess tokens, several of which one step can confirm, in vLLM's JSON names:
             `{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 3}`, or by what was generated for
-            other requests of the same tenant too `{"method": "suffix"}`, or by a second model of
+            other requests of the same cache scope too `{"method": "suffix"}`, or by a second model of
             the same vocabulary `{"method": "draft_model", "model": PATH, "num_speculative_tokens": 3}`, or by an EAGLE-3 head (method
             `eagle3`, in vLLM's format), which prefill workers then need too: its KV goes with the model's, and workers of which only one has it refuse each other. What comes out is
             the same bit for bit with `deterministic`; otherwise it needs batch-invariant arithmetic, as a row's last bits may depend on

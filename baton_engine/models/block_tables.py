@@ -103,11 +103,12 @@ class BlockTables:
         """The tables of the kept `rows` of the last update, on the device, once `pages` are written to `places` there: `[num_rows, width]`
         int32. What lies behind a text's pages is of no meaning, but no page outside the arena.
         """
-        self._unsent.clear()
         if self._sent is None:
+            self._unsent.clear()
             return torch.from_numpy(self._kept[rows.numpy(), :width])
         if len(places):
             self._sent.view(-1).index_copy_(0, places, pages)
+        self._unsent.clear()  # not before: a step that breaks off here is sent again
         return self._sent[:, :width].index_select(0, rows)
 
     def _row(self, row: Row) -> int:

@@ -38,7 +38,7 @@ class Unseen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """The shape of a step that is repeated from a graph. Rows that there are not have no context and no page.
+    """The shape of a step that is repeated from a graph. Rows that the step lacks are padding, with no context and no page.
 
     Attributes:
         decodes: Rows of one token, which stand first.

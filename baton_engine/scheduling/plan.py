@@ -60,8 +60,11 @@ class Row:
     @property
     def fault(self) -> BatonError | None:
         """Why its draws mean nothing, where its grammar is why."""
-        held = self.constraint if self.compiling is None else self.compiling
-        return None if held is None or not self.samples else held.fault
+        if not self.samples:
+            return None
+        if self.compiling is not None and self.compiling.fault is not None:
+            return self.compiling.fault
+        return None if self.constraint is None else self.constraint.fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

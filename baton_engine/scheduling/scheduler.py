@@ -178,8 +178,8 @@ class Scheduler:
         Args:
             command: What is asked.
             now_s: When it came, in monotonic seconds: deadlines count from here.
-            constraint: What the output of its prompt must follow, where that has a grammar. Tell `compiled` once one that is still compiled
-                is there.
+            constraint: What the output of its prompt must follow, where that has a grammar. Where it is a `CompilingGrammar`, call
+                `compiled` when it has its outcome.
 
         Raises:
             InvariantError: A step is in flight.

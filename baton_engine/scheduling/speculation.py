@@ -46,7 +46,7 @@ _LOOK_AGAIN_AFTER = 4
 """Where no draft was found, steps are planned ahead until the text is longer by so many tokens."""
 
 _READ_PER_STEP = 512
-"""Tokens that a step reads at most, of all texts together, so that a long prompt does not hold up the others: half a millisecond, by suffix one."""
+"""Tokens that a step reads at most, of all texts together, so that a long prompt does not hold up the others: half a millisecond for n-grams, one for suffixes."""
 
 
 def draft_rows(sequence: Sequence, drafts: SequenceOf[int]) -> list[Row]:

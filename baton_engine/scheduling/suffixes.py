@@ -3,7 +3,7 @@ of its scope (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975). Pure.
 
 The paper counts in suffix trees of a bounded depth. Here the last places of each gram of one token and of three are kept, and the part of the
 tree that drafts are taken from is counted when they are asked for: a token is added at the same small cost however deep the tree is, and it
-takes some 300 bytes where the tree would have up to `depth` nodes.
+takes some 350 bytes where the tree would have up to `depth` nodes.
 
     places of  b c            1: … a b c x y           suffix   followed by      drafts, up to as many as tokens match
                               2: … a b c x z           a b c    x y │ x z │ x y  x (1.0) y (0.67)
@@ -27,7 +27,7 @@ _WINDOW = 8192
 """Of one text with its prompt that are known, its last ones: 3 MB at most."""
 
 _LONGEST_OUTPUT, _MOST_OUTPUTS_TOKENS = 1 << 15, 1 << 18
-"""Tokens that are kept of one output, its first ones, and of all: 80 MB at most."""
+"""Tokens that are kept of one output, its first ones, and of all: 90 MB at most."""
 
 _FORGET_PER_READ = 2
 

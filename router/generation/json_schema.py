@@ -13,7 +13,7 @@ from baton.errors import InvalidRequestError, UnsupportedParameterError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Kind:
-    """What a keyword's value has to be. Each is the only one of its kind."""
+    """What a keyword's value has to be. Compared by identity."""
 
     demand: str
     holds: Callable[[JsonValue], bool]

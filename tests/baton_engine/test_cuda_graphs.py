@@ -354,8 +354,9 @@ def test_steps_with_prompts_are_taken_while_they_are_small(decoder):
     decode = Row(seq=text.seq, start=40, num_tokens=1, samples=(0,))
     chunk = Row(seq=text.seq, start=0, num_tokens=10, samples=())
     scored = replace(chunk, num_scored=3)
-    for taken in ((chunk,), (decode, chunk), (decode,) * 5 + (chunk,) * 3):
+    short = replace(chunk, num_tokens=2)
+    for taken in ((chunk,), (decode, chunk), (decode,) * 5 + (chunk,) * 3, (short,) * 4):
         assert graphs.takes(StepPlan(step=0, rows=taken))
     too_large = (replace(chunk, num_tokens=33),)
-    for left in ((decode,) * 6 + (chunk,), (chunk,) * 4, (chunk,) * 5, (scored,), too_large):
+    for left in ((decode,) * 6 + (chunk,), (chunk,) * 4, (short,) * 5, (scored,), too_large):
         assert not graphs.takes(StepPlan(step=0, rows=left))

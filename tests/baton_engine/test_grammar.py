@@ -44,7 +44,7 @@ from baton_engine.messages import (
     StepEvents,
 )
 from baton_engine.models.config import load_spec
-from baton_engine.ports import GrammarCounts, KvSource, TokenConstraint
+from baton_engine.ports import CompilingGrammar, GrammarCounts, KvSource, TokenConstraint
 from baton_engine.sampling.masks import collect_masks, masked
 from baton_engine.scheduling.plan import Launched, Row, StepPlan, StepResult, StepRunner
 from baton_engine.scheduling.scheduler import Scheduler
@@ -353,6 +353,17 @@ def test_a_grammar_that_becomes_too_complex_is_a_fault_that_is_counted(model, to
     assert constraint.fault is constraint.fault
     assert (compiler.counts.faults, compiler.counts.masks) == (1, read)
     compiler.close()
+
+
+def test_a_matcher_that_breaks_with_the_first_mask_is_the_fault_of_a_row_that_waited_for_it():
+    class Broken:
+        fault = EngineError("the matcher broke")
+
+    grammar = CompilingGrammar(outcome=cast(TokenConstraint, Broken()))
+    held = sequence([5], SamplingParams(max_tokens=1))
+    row = Row(seq=held, start=0, num_tokens=1, samples=(0,), compiling=grammar)
+    assert row.fault is Broken.fault
+    assert replace(row, samples=()).fault is None
 
 
 def test_faults_behind_drafts_are_not_counted_and_leave_the_sample_as_it_was(model, tokenizer):

@@ -30,15 +30,16 @@ def reads_bfloat16() -> bool:
 
 def multiplies_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 by itself and sums in float32: AVX-512 with bfloat16, and the kernels built."""
-    return "avx512_bf16" in cpu_flags() and _built_for("avx512f")
+    return "avx512_bf16" in cpu_flags() and built_for("avx512f")
 
 
 def multiplies_int8() -> bool:
     """Whether `Int8Panels` runs here: AVX-512 with VNNI, and the kernels built."""
-    return _built_for("avx512_vnni")
+    return built_for("avx512_vnni")
 
 
-def _built_for(flag: str) -> bool:
+def built_for(flag: str) -> bool:
+    """Whether the kernels are built for processors with `flag`, and this is one."""
     return load_library() is not None and flag in native.built_variant(native.CPU_KERNELS).needs
 
 

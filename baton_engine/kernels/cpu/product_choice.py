@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -26,7 +26,12 @@ from torch.nn import functional
 from baton import native
 from baton.cpu_features import cpu_flags, cpu_name
 from baton.errors import ConfigError
-from baton_engine.kernels.cpu.matmul import BFloat16Panels, multiplies_bfloat16, reads_bfloat16
+from baton_engine.kernels.cpu.matmul import (
+    BFloat16Panels,
+    built_for,
+    multiplies_bfloat16,
+    reads_bfloat16,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +94,7 @@ class Comparison:
             one_for_all: A row's bits must not depend on how many there are: then it is never `MIXED`.
         """
         single = min(self.milliseconds, key=self._mean)
-        if one_for_all or not {Bfloat16Product.PAIRS, Bfloat16Product.ONEDNN} <= set(
-            self.milliseconds
-        ):
+        if one_for_all or not _can_mix(self.milliseconds):
             return single
         gain = self._mean(single) / self._mean(Bfloat16Product.MIXED)
         return Bfloat16Product.MIXED if gain > _WORTH_TWICE_THE_MEMORY else single
@@ -124,7 +127,7 @@ def possible_products() -> tuple[Bfloat16Product, ...]:
     native_bfloat16 = {"amx_bf16", "avx512_bf16"} & cpu_flags()
     if native_bfloat16 and torch.backends.mkldnn.is_available():
         possible.append(Bfloat16Product.ONEDNN)
-    if "avx512f" not in cpu_flags():  # with AVX-512 panels take half the time and never more
+    if not built_for("avx512f"):  # with AVX-512 panels take half the time and never more
         possible.append(Bfloat16Product.WIDENED)
     return tuple(possible) or (Bfloat16Product.WIDENED,)
 
@@ -132,9 +135,12 @@ def possible_products() -> tuple[Bfloat16Product, ...]:
 def selectable_products() -> tuple[Bfloat16Product, ...]:
     """Those that run here, `MIXED` where both its parts do."""
     possible = possible_products()
-    both = {Bfloat16Product.PAIRS, Bfloat16Product.ONEDNN} <= set(possible)
-    mixed = (Bfloat16Product.MIXED,) if both else ()
+    mixed = (Bfloat16Product.MIXED,) if _can_mix(possible) else ()
     return tuple(dict.fromkeys((*possible, *mixed, Bfloat16Product.WIDENED)))
+
+
+def _can_mix(products: Iterable[Bfloat16Product]) -> bool:
+    return {Bfloat16Product.PAIRS, Bfloat16Product.ONEDNN} <= set(products)
 
 
 def rounding(product: Bfloat16Product) -> str:
