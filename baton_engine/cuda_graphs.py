@@ -22,6 +22,7 @@ from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.splits import Splits
 from baton_engine.models.decoder import Decoder, DecoderInput, HiddenObserver
 from baton_engine.models.inputs import InputBuilder, Padding, Unseen, num_decodes
+from baton_engine.models.prepare import prepare_decoder
 from baton_engine.scheduling.plan import Row, StepPlan
 
 T = TypeVar("T")
@@ -117,7 +118,7 @@ class StepGraphs:
         self._observer = observer
         self._pages = arena if pages is None else pages
         self._table_width = table_width
-        self._rule = model.kernels.split_rule(model.spec.num_heads, self._pages.layer(0))
+        self._rule = prepare_decoder(model, self._pages)
         self._builder = InputBuilder(
             arena.layout.block_tokens,
             arena.num_blocks,

@@ -21,6 +21,7 @@ from baton_engine.cuda_graphs import StepGraphs
 from baton_engine.device import computing_on
 from baton_engine.models.decoder import Decoder, HiddenObserver, LayerHooks
 from baton_engine.models.inputs import InputBuilder
+from baton_engine.models.prepare import prepare_decoder
 from baton_engine.sampling.draws import choose_draw
 from baton_engine.sampling.sampler import Draws, Sampler
 from baton_engine.scheduling.plan import NO_TOKEN, DraftPlan, DraftRow, Row
@@ -58,7 +59,7 @@ class DraftModel:
             arena.layout.block_tokens,
             arena.num_blocks,
             model.device,
-            model.kernels.split_rule(model.spec.num_heads, pages.layer(0)),
+            prepare_decoder(model, pages),
             page_stride=pages.stride,
             one_by_one=one_by_one,
         )

@@ -16,6 +16,7 @@ from baton_engine.draft_model import draw_drafts
 from baton_engine.models.decoder import DecoderInput, HiddenObserver, LayerHooks
 from baton_engine.models.eagle3 import Eagle3Head, FusedHidden
 from baton_engine.models.inputs import InputBuilder
+from baton_engine.models.prepare import prepare_eagle3
 from baton_engine.sampling.draws import choose_draw
 from baton_engine.sampling.sampler import Sampler
 from baton_engine.scheduling.plan import DraftPlan, Row
@@ -64,7 +65,7 @@ class Eagle3Drafter:
             arena.layout.block_tokens,
             arena.num_blocks,
             head.device,
-            head.kernels.split_rule(layer.num_heads, self._pages.layer(0)),
+            prepare_eagle3(head, self._pages),
             page_stride=self._pages.stride,
             shift=SHIFT,
             one_by_one=one_by_one,

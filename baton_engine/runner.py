@@ -16,6 +16,7 @@ from baton_engine.device import computing_on, layer_marker, wait_for
 from baton_engine.layer_hooks import KvLayerHooks
 from baton_engine.models.decoder import Decoder, HiddenObserver, LayerHooks
 from baton_engine.models.inputs import InputBuilder, Unseen
+from baton_engine.models.prepare import prepare_decoder
 from baton_engine.ports import KvSource, LayerSink
 from baton_engine.sampling.draws import choose_draw
 from baton_engine.sampling.logprobs import PromptScorer
@@ -58,6 +59,9 @@ class ModelRunner:
         graphs: Of the same model and arena, for the steps that they take; None where there are none.
         drafter: Computes its KV of prompts in the same steps; None where there is none.
         one_by_one: See `InputBuilder`.
+
+    Raises:
+        EngineError: The model cannot compute with the pages of the arena.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class ModelRunner:
             arena.layout.block_tokens,
             arena.num_blocks,
             model.device,
-            model.kernels.split_rule(model.spec.num_heads, arena.layer(0)),
+            prepare_decoder(model, arena),
             one_by_one=one_by_one,
         )
         self._sampler = Sampler(model.spec.eos_token_ids, model.device, choose_draw(model.device))

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from baton_engine.kernels.checks import expect
 from baton_engine.kernels.splits import SplitRule, Splits
 
 
@@ -33,12 +34,14 @@ class PagedBatch:
     splits: Splits | None = None
 
     def __post_init__(self) -> None:
-        """Refuses shapes and dtypes that a kernel would misread."""
-        rows = self.context_lens.shape[0]
-        _expect("slots", self.slots, torch.int64, (None,))
-        _expect("query_starts", self.query_starts, torch.int32, (rows + 1,))
-        _expect("context_lens", self.context_lens, torch.int32, (rows,))
-        _expect("block_tables", self.block_tables, torch.int32, (rows, None))
+        """Refuses shapes and dtypes that a kernel would misread: once per step, for all of its layers."""
+        rows, device = len(self.context_lens), self.slots.device
+        expect("slots", self.slots, (None,), torch.int64, device)
+        expect("query_starts", self.query_starts, (rows + 1,), torch.int32, device)
+        expect("context_lens", self.context_lens, (rows,), torch.int32, device)
+        expect("block_tables", self.block_tables, (rows, None), torch.int32, device)
+        if self.splits is not None:
+            self.splits.check(rows, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +60,19 @@ class Rotation:
     cos: torch.Tensor
     sin: torch.Tensor
 
+    def __post_init__(self) -> None:
+        """Refuses what a kernel would misread, once per step."""
+        expect("cos", self.cos, (None, None), torch.float32, self.cos.device)
+        expect("sin", self.sin, self.cos.shape, torch.float32, self.cos.device)
+
 
 class KernelSet(Protocol):
     """One implementation of the operations; all tensors on one device, activations in one dtype; pages in the same, or in
-    float8_e4m3fn over scales."""
+    float8_e4m3fn over scales.
+
+    `split_rule` is asked once, when a model is given its pages (`baton_engine.models.prepare`). The operations, which are called in every
+    layer, may take what they are given to fit: weights and pages to be those that were checked then, inputs those of a step.
+    """
 
     def split_rule(self, num_heads: int, pages: torch.Tensor) -> SplitRule | None:
         """How `paged_attention` wants the contexts of decodes to be cut; None where it does not. May compile a kernel.
@@ -68,6 +80,9 @@ class KernelSet(Protocol):
         Args:
             num_heads: Query heads.
             pages: One layer's arena.
+
+        Raises:
+            ValueError: No kernel reads such pages, or no kernel for so many heads.
         """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -143,16 +158,3 @@ class BatchInvariant(KernelSet, Protocol):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """`x @ weight.T + bias` of `x` `[num_tokens, in]`, `weight` `[out, in]` and `bias` `[out]`, of `out_dtype` or else that of `x`."""
-
-
-def _expect(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]
-) -> None:
-    fits = tensor.dim() == len(shape) and all(
-        want is None or want == have for want, have in zip(shape, tensor.shape, strict=False)
-    )
-    if not fits or tensor.dtype != dtype or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous {dtype} of shape {shape}, "
-            f"not {tensor.dtype} of shape {tuple(tensor.shape)}"
-        )

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from baton_engine.kernels.checks import expect
+
 PIECE_TOKENS = 64
 """A piece is made of whole runs of so many tokens."""
 
@@ -36,6 +38,17 @@ class Splits:
     def num_decodes(self) -> int:
         """Leading rows of the batch that have one token each and are cut."""
         return self.first_piece.shape[0] - 1
+
+    def check(self, num_rows: int, device: torch.device) -> None:
+        """Refuses what a kernel would misread beside a batch of so many rows on `device`.
+
+        Raises:
+            ValueError: Names it.
+        """
+        expect("row_of_piece", self.row_of_piece, (None,), torch.int32, device)
+        expect("first_piece", self.first_piece, (None,), torch.int32, device)
+        if not 0 <= self.num_decodes <= num_rows:
+            raise ValueError(f"splits: cuts {self.num_decodes} rows of {num_rows}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

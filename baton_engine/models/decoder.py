@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from baton_engine.kernels.checks import expect
 from baton_engine.kernels.cpu.layers import CpuLayers, Flow
 from baton_engine.kernels.ports import HeadNorms, KernelSet, PagedBatch, Rotation
 from baton_engine.models.config import ModelSpec
@@ -182,6 +183,13 @@ class DecoderInput:
     positions: torch.Tensor
     batch: PagedBatch
     logit_tokens: torch.Tensor
+
+    def __post_init__(self) -> None:
+        """Refuses what a kernel would misread, once per step."""
+        slots = self.batch.slots
+        expect("tokens", self.tokens, slots.shape, torch.int64, slots.device)
+        expect("positions", self.positions, slots.shape, torch.int64, slots.device)
+        expect("logit_tokens", self.logit_tokens, (None,), torch.int64, slots.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

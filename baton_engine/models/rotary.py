@@ -85,6 +85,11 @@ class RotaryEmbedding:
         self._frequencies = inverse_frequencies(spec, head_dim).to(device)
         self._table: Table = rotation_table
 
+    @property
+    def head_dim(self) -> int:
+        """Elements of the heads that it rotates."""
+        return 2 * len(self._frequencies)
+
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """Of `positions` `[num_tokens]` int64."""
         cos, sin = self._table(positions, self._frequencies)

@@ -13,6 +13,7 @@ from baton_engine.messages import Generate
 from baton_engine.models.config import kv_layout
 from baton_engine.models.decoder import Decoder, DecoderInput
 from baton_engine.models.inputs import InputBuilder
+from baton_engine.models.prepare import prepare_decoder
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.plan import Row, StepPlan
 from baton_engine.scheduling.request import Request
@@ -69,7 +70,7 @@ class ModelBench:
         else:
             memory.view(kv_dtype).normal_()
         self._arena = KvArena(layout, num_blocks, _buffer(memory))
-        rule = model.kernels.split_rule(shape.heads, self._arena.layer(0))
+        rule = prepare_decoder(model, self._arena)
         self._inputs = InputBuilder(block_tokens, num_blocks, model.device, rule)
         captured = StepGraphs(
             model,

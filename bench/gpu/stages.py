@@ -26,6 +26,7 @@ from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.messages import Generate
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.inputs import InputBuilder
+from baton_engine.models.prepare import prepare_decoder
 from baton_engine.scheduling.plan import Row
 from baton_engine.scheduling.request import Request
 from bench.gpu.loop import arena_for, run_loop
@@ -219,7 +220,7 @@ def _graphs_equal_eager(place: Place, decoder: Decoder, dtype: torch.dtype) -> b
         table_width=width,
         backend=place.graphs(),
     )
-    rule = decoder.kernels.split_rule(decoder.spec.num_heads, arena.layer(0))
+    rule = prepare_decoder(decoder, arena)
     builder = InputBuilder(place.block_tokens, arena.num_blocks, place.device, rule)
     for batch in range(_CHANGING_BATCHES if place.on_gpu else 4):
         pages = numbers.sample(range(arena.num_blocks), arena.num_blocks)

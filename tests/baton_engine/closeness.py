@@ -10,6 +10,7 @@ from baton.generation import SamplingParams
 from baton_engine.cache.arena import KvArena
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.inputs import InputBuilder
+from baton_engine.models.prepare import prepare_decoder
 from baton_engine.scheduling.plan import Row
 from tests.baton_engine.stepping import make_runner, make_texts
 
@@ -88,7 +89,7 @@ def logits_after_each(
         block_tokens,
         arena.num_blocks,
         decoder.device,
-        decoder.kernels.split_rule(decoder.spec.num_heads, arena.layer(0)),
+        prepare_decoder(decoder, arena),
     )
     parts = []
     step = chunk or len(tokens)

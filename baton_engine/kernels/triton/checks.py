@@ -1,32 +1,13 @@
-"""What the wrappers of GPU kernels refuse: a tensor that the kernel would misread, named as the caller knows it."""
+"""What GPU kernels ask of pages."""
 
 import torch
+
+from baton_engine.kernels.checks import expect
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 """Of the models whose kernels are compiled and tested; any multiple of 16 up to 256 works."""
 _MAX_HEAD_DIM = 256
 _MAX_BLOCK_TOKENS = 256
-
-
-def expect(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Refuses a tensor of another shape, dtype or device, or one that does not lie in one piece.
-
-    Raises:
-        ValueError: Names the tensor, what is wanted, and what was given.
-    """
-    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous {dtype} of shape {list(shape)}, "
-            f"not {tensor.dtype} of shape {list(tensor.shape)}"
-        )
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, the other tensors are on {device}")
 
 
 def expect_pages(pages: torch.Tensor) -> tuple[int, int, int]:
@@ -53,6 +34,17 @@ def expect_pages(pages: torch.Tensor) -> tuple[int, int, int]:
             f"pages: head_dim must be a multiple of 16 up to {_MAX_HEAD_DIM}, not {head_dim}"
         )
     return kv_heads, block_tokens, head_dim
+
+
+def expect_heads(num_heads: int, pages: torch.Tensor) -> None:
+    """Refuses query heads that cannot share the KV heads of `pages`.
+
+    Raises:
+        ValueError: Says how many there are of both.
+    """
+    kv_heads = pages.shape[1]
+    if not num_heads or num_heads % kv_heads:
+        raise ValueError(f"query: {num_heads} heads cannot share {kv_heads} KV heads evenly")
 
 
 def expect_scales(scales: torch.Tensor | None, pages: torch.Tensor, dtype: torch.dtype) -> None:

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.splits import PIECE_TOKENS, Splits
-from baton_engine.kernels.triton.checks import expect, expect_pages
 from baton_engine.kernels.triton.occupancy import resident_programs
 from baton_engine.kernels.triton.paged_tiles import LOG2_E, attend_tile, blocks_of_tile
 from baton_engine.kernels.triton.prefill_attention import expect_attention
@@ -171,14 +170,26 @@ def decode_attention(
     Raises:
         ValueError: A shape, dtype, device or number does not fit.
     """
-    kv_heads, block_tokens, head_dim = expect_pages(pages)
-    heads = expect_attention(query, pages, batch, scale, window, scales)
-    device, decodes = pages.device, splits.num_decodes
-    if decodes > batch.context_lens.shape[0]:
-        raise ValueError(f"splits: cuts {decodes} rows of {batch.context_lens.shape[0]}")
-    pieces = splits.row_of_piece.shape[0]
-    expect("row_of_piece", splits.row_of_piece, (pieces,), torch.int32, device)
-    expect("first_piece", splits.first_piece, (decodes + 1,), torch.int32, device)
+    expect_attention(query, pages, batch, scale, window, scales)
+    splits.check(len(batch.context_lens), pages.device)
+    return launch(query, pages, batch, splits, scale, window, scales, out=out)
+
+
+def launch(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    batch: PagedBatch,
+    splits: Splits,
+    scale: float,
+    window: int | None,
+    scales: torch.Tensor | None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_attention` of what is known to fit."""
+    heads, device = query.shape[1], pages.device
+    _, kv_heads, _, block_tokens, head_dim = pages.shape
+    decodes, pieces = splits.num_decodes, splits.row_of_piece.shape[0]
     if out is None:
         out = torch.empty_like(query)
     if not decodes:
@@ -226,9 +237,9 @@ def programs_per_multiprocessor(num_heads: int, pages: torch.Tensor) -> int:
 
     Args:
         num_heads: Query heads.
-        pages: One layer's arena, on a GPU.
+        pages: One layer's arena, on a GPU, which the kernel can read.
     """
-    kv_heads, block_tokens, head_dim = expect_pages(pages)
+    _, kv_heads, _, block_tokens, head_dim = pages.shape
     narrow = pages.dtype.itemsize == 1
     dtype = torch.bfloat16 if narrow else pages.dtype
     tile = decode_tile(head_dim, num_heads // kv_heads)

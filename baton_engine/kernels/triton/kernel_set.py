@@ -1,5 +1,8 @@
 """The GPU's kernels as a `KernelSet`: Triton for everything but matrix products, or for these too where bits must not depend on the batch.
 
+What is called in every layer launches without looking at what it was given (`KernelSet`); who calls a kernel by itself takes the function of its
+module that does.
+
 Imported by `baton_engine.kernels.select` alone, where Triton is installed. Under `TRITON_INTERPRET=1` the same code runs on the CPU.
 """
 
@@ -7,13 +10,15 @@ import torch
 
 from baton_engine.kernels.ports import HeadNorms, PagedBatch, Rotation
 from baton_engine.kernels.splits import SplitRule
-from baton_engine.kernels.triton import rms_norm, rotary_store, row_matmul, silu_mul
-from baton_engine.kernels.triton.decode_attention import (
-    PIECES_AT_ONCE,
+from baton_engine.kernels.triton import (
     decode_attention,
-    programs_per_multiprocessor,
+    prefill_attention,
+    rms_norm,
+    rotary_store,
+    row_matmul,
+    silu_mul,
 )
-from baton_engine.kernels.triton.prefill_attention import prefill_attention
+from baton_engine.kernels.triton.checks import expect_heads, expect_pages
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16)
 """What the matrix instructions take; float32 is served by torch."""
@@ -36,24 +41,28 @@ class TritonKernels:
         """See `KernelSet.split_rule`: as many pieces as the GPU works on at once, and no more of a row than are soon added up, unless
         fewer left multiprocessors idle.
         """
+        expect_pages(pages)
+        expect_heads(num_heads, pages)
         kv_heads = pages.shape[1]
         at_once = _PROGRAMS_INTERPRETED
         if pages.device.type == "cuda":
-            at_once = programs_per_multiprocessor(num_heads, pages)
+            at_once = decode_attention.programs_per_multiprocessor(num_heads, pages)
         return SplitRule(
             spread=max(1, self._multiprocessors * at_once // kv_heads),
-            most_of_row=max(2 * PIECES_AT_ONCE, -(-self._multiprocessors // kv_heads)),
+            most_of_row=max(
+                2 * decode_attention.PIECES_AT_ONCE, -(-self._multiprocessors // kv_heads)
+            ),
         )
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `KernelSet.rms_norm`."""
-        return rms_norm.rms_norm(x, weight, eps)
+        return rms_norm.launch(x, None, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """See `KernelSet.add_rms_norm`."""
-        return rms_norm.add_rms_norm(x, residual, weight, eps)
+        return rms_norm.launch(x, residual, weight, eps)
 
     def rotate_and_store(
         self,
@@ -65,7 +74,7 @@ class TritonKernels:
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `KernelSet.rotate_and_store`."""
-        return rotary_store.rotate_and_store(qkv, rotation, norms, pages, slots, scales)
+        return rotary_store.launch(qkv, rotation, norms, pages, slots, scales)
 
     def paged_attention(
         self,
@@ -78,18 +87,18 @@ class TritonKernels:
     ) -> torch.Tensor:
         """See `KernelSet.paged_attention`."""
         if batch.splits is None:
-            return prefill_attention(query, pages, batch, scale, window, scales)
+            return prefill_attention.launch(query, pages, batch, scale, window, scales)
         decodes = batch.splits.num_decodes
-        out = decode_attention(query, pages, batch, batch.splits, scale, window, scales)
+        out = decode_attention.launch(query, pages, batch, batch.splits, scale, window, scales)
         if decodes < batch.context_lens.shape[0]:
-            prefill_attention(
+            prefill_attention.launch(
                 query, pages, batch, scale, window, scales, first_row=decodes, out=out
             )
         return out
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """See `KernelSet.silu_mul`."""
-        return silu_mul.silu_mul(x)
+        return silu_mul.launch(x)
 
 
 class InvariantTritonKernels(TritonKernels):
@@ -102,6 +111,8 @@ class InvariantTritonKernels(TritonKernels):
 
     def split_rule(self, num_heads: int, pages: torch.Tensor) -> None:
         """None: contexts are read whole, so that a token that is decoded is summed like one of a prompt."""
+        expect_pages(pages)
+        expect_heads(num_heads, pages)
 
     def paged_attention(
         self,
@@ -113,7 +124,7 @@ class InvariantTritonKernels(TritonKernels):
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `KernelSet.paged_attention`."""
-        return prefill_attention(query, pages, batch, scale, window, scales, uniform=True)
+        return prefill_attention.launch(query, pages, batch, scale, window, scales, uniform=True)
 
     def linear(
         self,
@@ -123,4 +134,4 @@ class InvariantTritonKernels(TritonKernels):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See `BatchInvariant.linear`."""
-        return row_matmul.row_matmul(x, weight, bias, out_dtype)
+        return row_matmul.launch(x, weight, bias, out_dtype)

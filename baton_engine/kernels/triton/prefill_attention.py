@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from baton_engine.kernels.checks import expect
 from baton_engine.kernels.ports import PagedBatch
-from baton_engine.kernels.triton.checks import expect, expect_pages, expect_scales
+from baton_engine.kernels.triton.checks import expect_heads, expect_pages, expect_scales
 from baton_engine.kernels.triton.paged_tiles import LOG2_E, attend_tile, blocks_of_tile
 
 
@@ -168,8 +169,27 @@ def prefill_attention(
     Raises:
         ValueError: A shape, dtype, device or number does not fit.
     """
-    kv_heads, block_tokens, head_dim = expect_pages(pages)
-    heads = expect_attention(query, pages, batch, scale, window, scales)
+    expect_attention(query, pages, batch, scale, window, scales)
+    return launch(
+        query, pages, batch, scale, window, scales, first_row=first_row, out=out, uniform=uniform
+    )
+
+
+def launch(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None,
+    scales: torch.Tensor | None,
+    *,
+    first_row: int = 0,
+    out: torch.Tensor | None = None,
+    uniform: bool = False,
+) -> torch.Tensor:
+    """`prefill_attention` of what is known to fit."""
+    heads = query.shape[1]
+    _, kv_heads, _, block_tokens, head_dim = pages.shape
     if out is None:
         out = torch.empty_like(query)
     num_rows = batch.context_lens.shape[0] - first_row
@@ -233,21 +253,18 @@ def expect_attention(
     scale: float,
     window: int | None,
     scales: torch.Tensor | None,
-) -> int:
-    """Refuses what an attention kernel would misread; gives the number of query heads.
+) -> None:
+    """Refuses what an attention kernel would misread.
 
     Raises:
         ValueError: Names the argument.
     """
-    kv_heads, _, head_dim = expect_pages(pages)
-    heads = query.shape[1] if query.dim() == 3 else 0
+    _, _, head_dim = expect_pages(pages)
     tokens = batch.slots.shape[0]
-    expect("query", query, (tokens, heads, head_dim), query.dtype, pages.device)
+    expect("query", query, (tokens, None, head_dim), query.dtype, pages.device)
+    expect_heads(query.shape[1], pages)
     expect_scales(scales, pages, query.dtype)
-    if not heads or heads % kv_heads:
-        raise ValueError(f"query: {heads} heads cannot share {kv_heads} KV heads evenly")
     if scale <= 0:
         raise ValueError(f"scale: {scale} is not positive")
     if window is not None and window < 1:
         raise ValueError(f"window: a sliding window holds at least 1 token, not {window}")
-    return heads

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_engine.kernels.triton.checks import expect
+from baton_engine.kernels.checks import expect
 
 _TILE = 2048
 _PART = 64

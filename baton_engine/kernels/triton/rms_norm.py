@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_engine.kernels.triton.checks import expect
+from baton_engine.kernels.checks import expect
 
 
 @triton.jit
@@ -43,7 +43,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Raises:
         ValueError: A shape, dtype or device does not fit.
     """
-    return _norm(x, None, weight, eps)
+    _expect_norm(x, weight)
+    return launch(x, None, weight, eps)
 
 
 def add_rms_norm(
@@ -51,17 +52,20 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """Adds `x` to `residual`, of the same shape, in place and returns the norm of the sum. See `rms_norm`."""
     expect("residual", residual, x.shape, x.dtype, x.device)
-    return _norm(x, residual, weight, eps)
+    _expect_norm(x, weight)
+    return launch(x, residual, weight, eps)
 
 
-def _norm(
+def _expect_norm(x: torch.Tensor, weight: torch.Tensor) -> None:
+    expect("x", x, (None, None), x.dtype, x.device)
+    expect("weight", weight, (x.shape[1],), x.dtype, x.device)
+
+
+def launch(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    if x.dim() != 2:
-        raise ValueError(f"x must be [num_tokens, hidden], not {list(x.shape)}")
-    expect("x", x, x.shape, x.dtype, x.device)
+    """`rms_norm`, or with `residual` `add_rms_norm`, of what is known to fit."""
     tokens, hidden = x.shape
-    expect("weight", weight, (hidden,), x.dtype, x.device)
     out = torch.empty_like(x)
     if not tokens:
         return out

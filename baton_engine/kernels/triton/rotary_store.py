@@ -10,9 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from baton_engine.kernels.checks import expect
 from baton_engine.kernels.ports import HeadNorms, Rotation
 from baton_engine.kernels.reference import FP8_MAX
-from baton_engine.kernels.triton.checks import expect, expect_pages, expect_scales
+from baton_engine.kernels.triton.checks import expect_pages, expect_scales
 
 _HEADS = 8
 """Heads per program: enough for whole cache lines, few enough that a single token still spreads over multiprocessors."""
@@ -112,7 +113,7 @@ def rotate_and_store(
     Raises:
         ValueError: A shape, dtype or device does not fit.
     """
-    kv_heads, block_tokens, head_dim = expect_pages(pages)
+    kv_heads, _, head_dim = expect_pages(pages)
     tokens, device = slots.shape[0], pages.device
     heads = qkv.shape[-1] // head_dim - 2 * kv_heads
     expect("qkv", qkv, (tokens, (heads + 2 * kv_heads) * head_dim), qkv.dtype, device)
@@ -123,6 +124,21 @@ def rotate_and_store(
         expect("query norm", norms.query, (head_dim,), qkv.dtype, device)
         expect("key norm", norms.key, (head_dim,), qkv.dtype, device)
     expect_scales(scales, pages, qkv.dtype)
+    return launch(qkv, rotation, norms, pages, slots, scales)
+
+
+def launch(
+    qkv: torch.Tensor,
+    rotation: Rotation,
+    norms: HeadNorms | None,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """`rotate_and_store` of what is known to fit."""
+    tokens, device = slots.shape[0], pages.device
+    _, kv_heads, _, block_tokens, head_dim = pages.shape
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
     out = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=device)
     if not tokens:
         return out

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_engine.kernels.triton.checks import expect
+from baton_engine.kernels.checks import expect
 
 _PROGRAMS = 256
 """Programs that keep a large GPU reading. A constant: with the number of multiprocessors, bits would be those of one model of GPU."""
@@ -154,11 +154,22 @@ def row_matmul(
             "weight must be [outputs, inputs] of float32, float16 or bfloat16, "
             f"not {weight.dtype} of shape {list(weight.shape)}"
         )
-    (outputs, inputs), rows = weight.shape, x.shape[0]
-    expect("weight", weight, weight.shape, weight.dtype, weight.device)
-    expect("x", x, (rows, inputs), weight.dtype, weight.device)
+    outputs, inputs = weight.shape
+    expect("weight", weight, (outputs, inputs), weight.dtype, weight.device)
+    expect("x", x, (None, inputs), weight.dtype, weight.device)
     if bias is not None:
         expect("bias", bias, (outputs,), weight.dtype, weight.device)
+    return launch(x, weight, bias, out_dtype)
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """`row_matmul` of what is known to fit."""
+    (outputs, inputs), rows = weight.shape, x.shape[0]
     out = torch.empty((rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
     if not rows:
         return out
