@@ -149,7 +149,7 @@ def build_engine(
     moving = page_kernels(arena)
     if choice.device.type == "cuda":
         progress("computing the first steps", None)
-        warm_up(runner, block_tokens=choice.layout.block_tokens, page_kernels=moving)
+        warm_up(runner, limits=limits, drafter=drafter, page_kernels=moving)
     host = ThreadEngineHost(
         scheduler,
         runner,

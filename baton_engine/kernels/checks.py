@@ -27,14 +27,17 @@ def expect(
     Raises:
         ValueError: Names the tensor, what is wanted, and what was given.
     """
-    fits = tensor.dim() == len(shape) and all(
-        want is None or want == have for want, have in zip(shape, tensor.shape, strict=False)
-    )
+    given = tensor.shape
+    fits = given == shape or (len(given) == len(shape) and _is_within(given, shape))
     if not fits or tensor.dtype != dtype or not tensor.is_contiguous():
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(
             f"{name} must be contiguous {dtype} of shape [{wanted}], "
-            f"not {tensor.dtype} of shape {list(tensor.shape)}"
+            f"not {tensor.dtype} of shape {list(given)}"
         )
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, the other tensors are on {device}")
+
+
+def _is_within(given: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    return all(want is None or want == have for want, have in zip(wanted, given, strict=True))

@@ -45,6 +45,7 @@ class WholeEngine:
 
     Attributes:
         events: All that was told.
+        limits: What the scheduler keeps to.
         arena: The pages.
         scheduler: Plans the steps.
         runner: Computes them.
@@ -84,7 +85,7 @@ class WholeEngine:
             layer = head[1].layer
             reads = layer.hidden_size
             layout = kv_layout(spec, dtype, BLOCK_TOKENS, layer, drafter_reads=reads)
-        limits = EngineLimits(
+        self.limits = EngineLimits(
             max_num_seqs=8,
             max_num_batched_tokens=budget,
             max_model_len=512,
@@ -95,7 +96,7 @@ class WholeEngine:
         memory = memoryview(bytearray(layout.region_bytes(num_blocks)))
         self.arena = KvArena(layout, num_blocks, memory)
         self.scheduler = Scheduler(
-            limits, layout=layout, secret=bytes(32), eos_ids=eos_ids, speculation=speculation
+            self.limits, layout=layout, secret=bytes(32), eos_ids=eos_ids, speculation=speculation
         )
         self._grammars = grammars
         apart = deterministic and not isinstance(kernels, BatchInvariant)
