@@ -20,7 +20,7 @@ from baton.layout import SPARE_BLOCKS, KvLayout
 from baton_engine.cache.arena import DrafterPages, KvArena, PageKernels, page_kernels
 from baton_engine.cache.budget import ArenaDemand, affordable_on_cpu, affordable_on_gpu, num_blocks
 from baton_engine.compiling import check_compile, compile_glue
-from baton_engine.cuda_graphs import SMALL_PROMPTS, CudaGraphs, StepGraphs
+from baton_engine.cuda_graphs import SMALL_PROMPTS, CudaGraphs, GraphBackend, StepGraphs
 from baton_engine.device import (
     arena_buffer,
     choose_device,
@@ -138,9 +138,14 @@ def build_engine(
     if config.compile:
         decoder = compile_glue(decoder)
     apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
-    drafter = _drafter(choice, decoder, arena, limits, model, config, progress, apart=apart)
+    backend = _graph_backend(choice.device, config)
+    drafter = _drafter(
+        choice, decoder, arena, limits, model, config, progress, backend, apart=apart
+    )
     observer = None if drafter is None else drafter.observer
-    graphs = _graphs(decoder, arena, limits, config, drafted=drafter is not None, observer=observer)
+    graphs = _graphs(
+        decoder, arena, limits, config, backend, drafted=drafter is not None, observer=observer
+    )
     progress("reading the tokenizer", None)
     grammars = None if grammar is None else _grammar_compiler(choice, grammar)
     most_rows = None if graphs is None else _most_rows(limits, choice.speculation)
@@ -235,6 +240,7 @@ def _drafter(
     model: ModelConfig,
     config: EngineConfig,
     progress: Progress,
+    backend: GraphBackend | None,
     *,
     apart: bool,
 ) -> DraftModel | Eagle3Drafter | None:
@@ -272,7 +278,7 @@ def _drafter(
         arena,
         pages,
         eos_token_ids=choice.spec.eos_token_ids,
-        graphs=_graphs(decoder, arena, limits, config, pages=pages),
+        graphs=_graphs(decoder, arena, limits, config, backend, pages=pages),
         one_by_one=apart,
     )
 
@@ -356,19 +362,29 @@ def _grammar_compiler(choice: _Choice, config: GrammarConfig) -> "MatcherCompile
     )
 
 
+def _graph_backend(device: torch.device, config: EngineConfig) -> GraphBackend | None:
+    """One for the model's graphs and a drafter's, which share its stream and its memory: nothing of the model is in flight while
+    tokens are guessed. None on a CPU.
+    """
+    if device.type != "cuda" or not config.cuda_graphs:
+        return None
+    with computing_on(device):
+        return CudaGraphs()
+
+
 def _graphs(
     decoder: Decoder,
     arena: KvArena,
     limits: EngineLimits,
     config: EngineConfig,
+    backend: GraphBackend | None,
     *,
     drafted: bool = False,
     pages: DrafterPages | None = None,
     observer: HiddenObserver | None = None,
 ) -> StepGraphs | None:
-    """None where kernels cannot be captured: on a CPU, and where torch serves for them."""
-    asks_host = isinstance(decoder.kernels, ReferenceKernels)
-    if decoder.device.type != "cuda" or asks_host or not config.cuda_graphs:
+    """None where nothing captures kernels, and where torch serves for them."""
+    if backend is None or isinstance(decoder.kernels, ReferenceKernels):
         return None
     with computing_on(decoder.device):
         return StepGraphs(
@@ -378,7 +394,7 @@ def _graphs(
             # A drafter computes its own KV of prompts beside the model's, of which no graph knows.
             most_chunk_tokens=0 if drafted or pages is not None else SMALL_PROMPTS,
             table_width=limits.num_blocks_for(limits.max_model_len),
-            backend=CudaGraphs(),
+            backend=backend,
             pages=pages,
             observer=observer,
         )
