@@ -101,6 +101,7 @@ class FakeRunner:
             self.pages[target] = list(self.pages[source])
             self.drafter_pages[target] = list(self.drafter_pages[source])
         hooks = KvLayerHooks(plan, self._source, self._sink)
+        undrawn = still_compiling(plan.rows)  # before anything is drawn
         with hooks:
             tokens = self._run_layers(plan, hooks)
         drawing = [row for row in plan.rows for _ in row.samples]
@@ -122,7 +123,7 @@ class FakeRunner:
             scores=scores,
             failed=failed,
             fetched=hooks.outcome,
-            undrawn=still_compiling(plan.rows),
+            undrawn=undrawn,
         )
 
     def _run_layers(self, plan: StepPlan, hooks: KvLayerHooks) -> list[int]:

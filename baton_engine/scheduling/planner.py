@@ -187,6 +187,7 @@ class StepPlanner:
         if victim.drafts is not None:
             victim.drafts.forget()
         self._queues.move(victim, State.WAITING, samples=samples)
+        self.admission.preempted(victim)
         self.preemptions += 1
 
     def _give_up_beams(self, victim: Sequence, copies: list[Copy]) -> None:
@@ -266,6 +267,12 @@ class SequenceAdmission:
             if sequence.state is State.PREFILLING:
                 draft.add_chunk(sequence)
         return events
+
+    def preempted(self, sequence: Sequence) -> None:
+        """It found too little room, and is admitted again once there is more than it has left. Else one that runs beside hand-offs only
+        would be computed anew, up to the same page, until these end.
+        """
+        self._refused = sequence, self._cache.blocks.num_available - self._headroom(sequence)
 
     def _allocate(self, sequence: Sequence) -> bool:
         """Whether there was room."""

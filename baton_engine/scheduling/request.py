@@ -83,6 +83,7 @@ class Request:
     def hold(self) -> None:
         """What its output must follow is compiled: nothing of it was drawn before."""
         assert self.compiling is not None
+        assert self.compiling.fault is None
         self.constraint, self.compiling = self.compiling.constraint, None
         for sequence in self.sequences:
             sequence.constraint = self.constraint

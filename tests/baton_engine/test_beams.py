@@ -206,6 +206,20 @@ def test_beams_that_run_out_of_pages_begin_anew_together_and_find_the_same():
     world.assert_empty()
 
 
+def test_beams_that_find_too_little_room_beside_a_hand_off_wait_for_its_end():
+    world = World(limits(num_blocks=10, block_tokens=4))
+    world.tell(Prefill(seq_id=B, prompt=prompt(16)))
+    world.run()
+    asked = asked_of(world, tuple(range(100, 106)), max_tokens=8)
+    world.tell(Generate(seq_id=A, prompt=asked))
+    world.run()
+    assert world.scheduler.load().preemptions == 1
+    world.tell(Release(seq_id=B))
+    world.run()
+    assert_found(world, A, asked)
+    world.assert_empty()
+
+
 @pytest.mark.parametrize("steps", range(1, 8))
 def test_an_abort_at_any_moment_leaves_no_page_behind(steps):
     world = World(limits(block_tokens=2))
