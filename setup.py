@@ -1,8 +1,9 @@
-"""Builds the compiled parts of Baton (`baton.native.LIBRARIES`); everything else about the package stands in pyproject.toml.
+"""Builds the compiled parts of Baton (`baton.native.LIBRARIES`);
+everything else about the package stands in pyproject.toml.
 
-An installation that can be edited, and `build_ext --inplace`, get the variant for this machine's processor. A wheel gets all of
-them, so that it runs on other machines, and on any Python: the libraries are loaded by ctypes and know nothing of Python.
-Without a compiler nothing is compiled, and the slower ways in Python and torch serve.
+An installation that can be edited, and `build_ext --inplace`, get the variant for this machine's processor. A wheel
+gets all of them, so that it runs on other machines, and on any Python: the libraries are loaded by ctypes and know
+nothing of Python. Without a compiler nothing is compiled, and the slower ways in Python and torch serve.
 """
 
 import os

@@ -1,7 +1,7 @@
 """How long to wait before the next try: exponential backoff, the one rule of everything that tries again.
 
-The supervisor waits so before it restarts a process, the router before it reconnects to a worker or offers it a request again,
-a circuit breaker before its next trial, a pool client before it attaches again.
+The supervisor waits so before it restarts a process, the router before it reconnects to a worker or offers it a request
+again, a circuit breaker before its next trial, a pool client before it attaches again.
 
 Without jitter: each wait belongs to one process or one link of one process, so there is no crowd to spread out.
 """
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """The waits before the first, second, third … retry: `first_s`, `first_s * factor`, `first_s * factor**2` … up to `max_s`.
+    """The waits before the first, second, third … retry: `first_s`, `first_s * factor`,
+    `first_s * factor**2` … up to `max_s`.
 
-    Pure: it knows no clock and counts nothing. The caller counts the failures in a row and starts again at one after a success.
+    Pure: it knows no clock and counts nothing. The caller counts the failures in a row and starts again at one after a
+    success.
 
     Attributes:
         first_s: Seconds before the first retry; 0 stays 0.

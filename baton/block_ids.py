@@ -1,4 +1,6 @@
-"""Page ids, and the same as an array for code outside Python: made once, in however many layers the pages are written."""
+"""Page ids, and the same as an array for code outside Python: made once,
+in however many layers the pages are written.
+"""
 
 from functools import cached_property
 

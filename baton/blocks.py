@@ -1,4 +1,5 @@
-"""What is said about full KV blocks that come to be held and are given up, from a worker's prefix cache to every router.
+"""What is said about full KV blocks that come to be held and are given up,
+from a worker's prefix cache to every router.
 
 An engine notes each block in a `ChangeLog` and tells the net change once per step; the worker numbers what it sends
 to a router, so that the router knows when it has missed something (`baton.rpc.block_feed`, `router.routing.index`).

@@ -203,8 +203,8 @@ class LeaseExpiredError(TransferError):
 
 
 class UnreachableError(TransferError):
-    """The way from one worker to another carries nothing now: to connect or to send failed, or took too long. The two may
-    reach each other later, and each may reach others now. What will never work is an `IncompatibleError`.
+    """The way from one worker to another carries nothing now: to connect or to send failed, or took too long. The two
+    may reach each other later, and each may reach others now. What will never work is an `IncompatibleError`.
     """
 
     code = "unreachable"
@@ -253,13 +253,16 @@ class EngineError(BatonError):
 
 
 class DeviceLostError(BatonError):
-    """The device that computes is of no use to this process any more: every later call of it fails too. The process has to end."""
+    """The device that computes is of no use to this process any more: every later call of it fails too.
+    The process has to end.
+    """
 
     code = "device_lost"
 
 
 class ChildEndedError(BatonError):
-    """A process that was started to be asked ended instead of answering; whoever asked says what that means for the request.
+    """A process that was started to be asked ended instead of answering;
+    whoever asked says what that means for the request.
 
     Args:
         message: As everywhere.

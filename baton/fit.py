@@ -22,8 +22,8 @@ _SHORTEST_S, _LONGEST_S = 1e-7, 3600.0
 class Fit:
     """Seconds as a sum of non-negative coefficients times features, refitted with every measurement.
 
-    Least squares of the error relative to the measurement, with exponential forgetting, solved by coordinate descent under
-    the constraint that no coefficient is negative. Three things make it calm:
+    Least squares of the error relative to the measurement, with exponential forgetting, solved by coordinate descent
+    under the constraint that no coefficient is negative. Three things make it calm:
 
     - The prior is trusted in its proportions only. One common factor says how much faster or slower this worker is than
       the prior; it is known after the first measurement, and what the features cannot tell apart keeps to it.

@@ -22,8 +22,8 @@ class FinishReason(Enum):
 
 
 class EarlyStopping(Enum):
-    """When a beam search is over before its beams are as long as they may be, once as many texts have ended as there are beams. The values
-    are transformers'.
+    """When a beam search is over before its beams are as long as they may be, once as many texts have ended as there
+    are beams. The values are transformers'.
     """
 
     HEURISTIC = "false"  # no beam scores more at its present length than the worst of them
@@ -36,7 +36,8 @@ class BeamSearchParams:
     """How the likeliest texts are searched for.
 
     Attributes:
-        length_penalty: A text's score is the sum of its tokens' log-probabilities, divided by their number to this power.
+        length_penalty: A text's score is the sum of its tokens' log-probabilities,
+            divided by their number to this power.
         early_stopping: When the search ends.
     """
 
@@ -56,23 +57,25 @@ class SamplingParams:
         presence_penalty: Subtracted once from the logit of each token generated before.
         frequency_penalty: Subtracted per occurrence among generated tokens.
         repetition_penalty: Divides (multiplies, if negative) the logits of tokens in prompt or output; 1 is off.
-        seed: Always set, so that retries and migrations draw the same tokens. A draw depends on (seed, sample, position)
-            and never on the batch.
+        seed: Always set, so that retries and migrations draw the same tokens. A draw depends on (seed, sample,
+            position) and never on the batch.
         logit_bias: Token id to a number added to its logit.
         logprobs: None for none; k for the drawn token's and the k likeliest tokens' log-probabilities of the model
             itself (before penalties and temperature).
-        prompt_logprobs: The same for the prompt's own tokens, from the second on; None for none. Such a prompt is computed
-            as a whole, past the prefix cache.
+        prompt_logprobs: The same for the prompt's own tokens, from the second on; None for none. Such a prompt is
+            computed as a whole, past the prefix cache.
         stop_token_ids: Generation ends after one of these, besides the model's own end-of-sequence ids.
         max_tokens: Generated tokens at most.
         min_tokens: End-of-sequence and stop ids cannot be drawn before this many generated tokens.
-        ignore_eos: The model's end-of-sequence ids do not end generation. Not where there is a grammar: they end what is complete.
+        ignore_eos: The model's end-of-sequence ids do not end generation. Not where there is a grammar:
+            they end what is complete.
         allowed_token_ids: Only these can be drawn, each of them once and ascending; empty for all.
-        bad_words: Token sequences that the output does not hold: the last token of one cannot be drawn behind the others. Where
-            that, or `min_tokens`, would leave none of `allowed_token_ids` or of `grammar`, both give way for that token.
+        bad_words: Token sequences that the output does not hold: the last token of one cannot be drawn behind the
+            others. Where that, or `min_tokens`, would leave none of `allowed_token_ids` or of `grammar`,
+            both give way for that token.
         grammar: What the output must follow, as llguidance writes grammars; empty for anything.
-        beam_search: The samples are the likeliest texts that a search with as many beams finds, the likeliest first, and nothing is drawn;
-            all their tokens are told when it ends. None where tokens are drawn.
+        beam_search: The samples are the likeliest texts that a search with as many beams finds, the likeliest first,
+            and nothing is drawn; all their tokens are told when it ends. None where tokens are drawn.
     """
 
     temperature: float = 1.0
@@ -100,8 +103,8 @@ class SamplingParams:
 class TokenLogprobs:
     """Log-probabilities at one position, of the model itself.
 
-    The likeliest tokens stand in columns: a pair for each would be one more object that Python's garbage collector looks at, of which
-    a request may have half a million.
+    The likeliest tokens stand in columns: a pair for each would be one more object that Python's garbage collector
+    looks at, of which a request may have half a million.
 
     Attributes:
         logprob: Of the drawn token, or of the prompt's.
@@ -132,7 +135,9 @@ class TokenSample:
 
 @lru_cache(maxsize=1 << 18)
 def plain_token(sample: int, token: int) -> TokenSample:
-    """A token of which there is no more to say. Most are, and the same ones come again and again: they are made once."""
+    """A token of which there is no more to say. Most are, and the same ones come again and again:
+    they are made once.
+    """
     return TokenSample(sample=sample, token=token)
 
 

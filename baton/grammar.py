@@ -1,5 +1,5 @@
-"""How much a grammar may cost, told to llguidance the same way wherever it is called: the router checks with these limits what a
-client sends, and the engine compiles with them.
+"""How much a grammar may cost, told to llguidance the same way wherever it is called: the router checks with these
+limits what a client sends, and the engine compiles with them.
 """
 
 from llguidance import LLParserLimits

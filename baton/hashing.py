@@ -1,8 +1,8 @@
 """Keys that name KV blocks in engine, router and pool alike.
 
 A block's key is keyed BLAKE2b (16 bytes) over its parent's key and its token ids, so a key stands for the block *and*
-everything before it. The root is keyed with the cluster secret over tenant scope, model fingerprint, adapter and layout:
-tenants cannot probe each other's prefixes, and a client's salt only ever narrows the scope.
+everything before it. The root is keyed with the cluster secret over tenant scope, model fingerprint, adapter and
+layout: tenants cannot probe each other's prefixes, and a client's salt only ever narrows the scope.
 """
 
 from collections.abc import Sequence

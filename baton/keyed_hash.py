@@ -1,4 +1,6 @@
-"""The hash behind block keys, tickets, seals and proofs: BLAKE2b (RFC 7693), keyed, from Python's standard library (ADR 0030)."""
+"""The hash behind block keys, tickets, seals and proofs: BLAKE2b (RFC 7693), keyed,
+from Python's standard library (ADR 0030).
+"""
 
 from hashlib import blake2b
 

@@ -19,8 +19,9 @@ from baton.ids import LayerName
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 SPARE_BLOCKS = 1
-"""Pages at the end of every arena that its engine never hands out. They belong to no sequence: a peer that opens a way into
-the arena writes there to see whether the way is good, and how fast."""
+"""Pages at the end of every arena that its engine never hands out. They belong to no sequence: a peer that opens a way
+into the arena writes there to see whether the way is good, and how fast.
+"""
 _CONTENT = ("model_fingerprint", "dtype", "block_tokens", "head_dim", "drafter")
 
 

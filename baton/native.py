@@ -1,8 +1,9 @@
-"""The compiled parts of Baton: what they are built from, for which processors, and how a process loads the one that fits.
+"""The compiled parts of Baton: what they are built from, for which processors,
+and how a process loads the one that fits.
 
-Each is a plain shared object beside its sources, called over ctypes (ADR 0019). `setup.py` builds them, when Baton is installed
-from a source tree or made into a wheel; nothing is compiled when a process starts. A wheel has each library once per
-`Variant`, and `load` takes the fastest that the processor runs. A source tree has the one for its own machine.
+Each is a plain shared object beside its sources, called over ctypes (ADR 0019). `setup.py` builds them, when Baton is
+installed from a source tree or made into a wheel; nothing is compiled when a process starts. A wheel has each library
+once per `Variant`, and `load` takes the fastest that the processor runs. A source tree has the one for its own machine.
 Where there is none (no compiler at the installation) every caller has a slower way.
 """
 

@@ -1,7 +1,7 @@
 """What an engine and the threads that copy to and from the pool tell each other about KV pages. Plain frozen data.
 
-A block is what its key says, wherever it lies; a page is a place in one engine's arena. `baton_engine.ports` says how the two are
-brought together.
+A block is what its key says, wherever it lies; a page is a place in one engine's arena. `baton_engine.ports` says how
+the two are brought together.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,8 @@ from baton.ids import BlockId, BlockKey, SeqId, XferId
 class ReadyEvent(Protocol):
     """Marks the place in a GPU's work behind which pages hold their KV: a GPU computes behind its host's back.
 
-    Goes with the pages from the engine that computes them to the backend that writes them to a peer. Called from any thread.
+    Goes with the pages from the engine that computes them to the backend that writes them to a peer.
+    Called from any thread.
     """
 
     @property
@@ -28,9 +29,11 @@ class ReadyEvent(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWrite:
-    """Pages of one prompt in one layer, to be written into a peer's arena: one record from the engine's word to the backend.
+    """Pages of one prompt in one layer, to be written into a peer's arena:
+    one record from the engine's word to the backend.
 
-    The worker says which pages its engine has completed; the outbox adds where they go, once the peer has granted pages.
+    The worker says which pages its engine has completed; the outbox adds where they go,
+    once the peer has granted pages.
 
     Attributes:
         xfer_id: The transfer that they belong to.

@@ -1,10 +1,12 @@
-"""The one place where Redis is opened, which is optional: limits and tenants that several routers share, the pool's directory.
+"""The one place where Redis is opened, which is optional: limits and tenants that several routers share,
+the pool's directory.
 
-Redis is asked on the way of requests, so it is asked not for long, and again only where the connection was lost, as when
-it was restarted: each caller has a fallback for when there is no reply. Needs the `redis` extra.
+Redis is asked on the way of requests, so it is asked not for long, and again only where the connection was lost, as
+when it was restarted: each caller has a fallback for when there is no reply. Needs the `redis` extra.
 
-Redis is a hint, and may hold anything. Replies are bytes; each reader parses them strictly, passes over what is not right and tells
-`RefusedValues` of it. What would make a process connect somewhere, drop something or let somebody in is sealed (`baton.seal`).
+Redis is a hint, and may hold anything. Replies are bytes; each reader parses them strictly, passes over what is not
+right and tells `RefusedValues` of it. What would make a process connect somewhere,
+drop something or let somebody in is sealed (`baton.seal`).
 """
 
 import asyncio
@@ -78,8 +80,8 @@ async def asked(reply: Awaitable[_Reply]) -> _Reply:
     except (faults.RedisError, OSError, TimeoutError) as error:
         raise UnavailableError(f"Redis gave no answer: {type(error).__name__}") from error
     finally:
-        # redis-py sends under `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes as the bytes have just
-        # been sent: a task that asks in a loop would never end.
+        # redis-py sends under `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes as the bytes
+        # have just been sent: a task that asks in a loop would never end.
         if task.cancelling() > cancelled:
             raise asyncio.CancelledError
 

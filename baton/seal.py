@@ -1,4 +1,5 @@
-"""Seals values that lie where others could write too, as in Redis: with a key of the cluster, bound to a name and a time.
+"""Seals values that lie where others could write too, as in Redis: with a key of the cluster,
+bound to a name and a time.
 
 32 bytes   BLAKE3 of name, time and content, keyed for this kind of value
  8 bytes   when it was sealed, ms since 1970, little-endian
@@ -61,7 +62,8 @@ class Seal:
         """What was sealed under `name`, however long ago.
 
         Raises:
-            SealError: Nothing was, by this cluster, or by a clock that is further ahead than clocks are; or it is too long.
+            SealError: Nothing was, by this cluster, or by a clock that is further ahead than clocks are;
+                or it is too long.
         """
         if len(sealed) > HEAD_BYTES + max_bytes:
             raise SealError("too long")

@@ -1,8 +1,9 @@
-"""What a pure core has done lately: a bounded log of its events and actions, told by request, transfer, block, worker or tenant.
+"""What a pure core has done lately: a bounded log of its events and actions, told by request, transfer, block,
+worker or tenant.
 
-Each core keeps one `StoryLog`. It answers `story(id)`, an `InvariantError` carries what it says, and `baton explain --story`
-shows it. Entries are short texts, made when they are logged: a log that kept the events themselves would keep the prompts
-in them alive, and would show them.
+Each core keeps one `StoryLog`. It answers `story(id)`, an `InvariantError` carries what it says, and
+`baton explain --story` shows it. Entries are short texts, made when they are logged: a log that kept the events
+themselves would keep the prompts in them alive, and would show them.
 """
 
 from collections import deque
@@ -53,7 +54,9 @@ class StoryLog:
     def record(
         self, about: object, now_s: float, event: object, actions: Sequence[object] = ()
     ) -> None:
-        """Logs an event about one request, transfer or block. Events and actions are dataclass instances or plain text."""
+        """Logs an event about one request, transfer or block.
+        Events and actions are dataclass instances or plain text.
+        """
         whose = str(about)
         told = tuple([describe(action, whose) for action in actions])
         self._entries.append((whose, now_s, describe(event, whose), told))
@@ -61,11 +64,15 @@ class StoryLog:
     def record_kinds(
         self, about: str, now_s: float, event: object, actions: Sequence[object] = ()
     ) -> None:
-        """As `record`, but only the name is kept of what carries no `error`: for cores where describing would show in the cost."""
+        """As `record`, but only the name is kept of what carries no `error`:
+        for cores where describing would show in the cost.
+        """
         self._entries.append((about, now_s, _brief(event), tuple(map(_brief, actions))))
 
     def story(self, about: object) -> tuple[StoryEntry, ...]:
-        """What is left of the events about `about`, oldest first; nothing for an unknown one. May be called from any thread."""
+        """What is left of the events about `about`, oldest first; nothing for an unknown one.
+        May be called from any thread.
+        """
         wanted = str(about)
         return tuple(
             StoryEntry(core=self._core, at_s=at_s, event=event, actions=actions)
@@ -79,8 +86,8 @@ class StoryLog:
 def describe(what: object, about: str = "") -> str:
     """A dataclass instance as its name and short fields: `SendLeg(kind=prefill, leg_id=7)`.
 
-    Numbers, ids, enums, errors and workers are shown, bounded in length; of anything that holds others only the size, so that
-    no token and no text of a client is ever told. Left out is what says nothing: None, an empty text, the id
+    Numbers, ids, enums, errors and workers are shown, bounded in length; of anything that holds others only the size,
+    so that no token and no text of a client is ever told. Left out is what says nothing: None, an empty text, the id
     `about` which all of this is, and a record that is called like its field.
     """
     if isinstance(what, str):

@@ -1,4 +1,6 @@
-"""A worker process's part in the pool, put together: what reads from it, what writes to it, and the engine that profits."""
+"""A worker process's part in the pool, put together: what reads from it, what writes to it,
+and the engine that profits.
+"""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,5 +1,5 @@
-"""What the tenants document says to a pool node: it reads the same source as the routers, so that quotas hold whichever of them
-starts again, however many routers there are, and before the first has come.
+"""What the tenants document says to a pool node: it reads the same source as the routers, so that quotas hold whichever
+of them starts again, however many routers there are, and before the first has come.
 """
 
 from collections.abc import AsyncIterator, Mapping

@@ -1,7 +1,8 @@
-"""A child process of the cluster: `python -m baton_cluster.roles ROLE --name NAME --lifeline FD`, started by the launcher.
+"""A child process of the cluster: `python -m baton_cluster.roles ROLE --name NAME --lifeline FD`,
+started by the launcher.
 
-Here roles become processes, and nowhere else: each role's packages are imported inside its own process only, so that the
-router never pays for torch. What all children share is in `baton_cluster.launch.child`.
+Here roles become processes, and nowhere else: each role's packages are imported inside its own process only, so that
+the router never pays for torch. What all children share is in `baton_cluster.launch.child`.
 """
 
 import argparse

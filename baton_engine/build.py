@@ -363,8 +363,8 @@ def _grammar_compiler(choice: _Choice, config: GrammarConfig) -> "MatcherCompile
 
 
 def _graph_backend(device: torch.device, config: EngineConfig) -> GraphBackend | None:
-    """One for the model's graphs and a drafter's, which share its stream and its memory: nothing of the model is in flight while
-    tokens are guessed. None on a CPU.
+    """One for the model's graphs and a drafter's, which share its stream and its memory: nothing of the model is in
+    flight while tokens are guessed. None on a CPU.
     """
     if device.type != "cuda" or not config.cuda_graphs:
         return None

@@ -1,9 +1,11 @@
-"""`engine.compile`: what a step computes once, between its kernels, fused by `torch.compile`. At the start of an engine on a GPU.
+"""`engine.compile`: what a step computes once, between its kernels, fused by `torch.compile`.
+At the start of an engine on a GPU.
 
     positions ─▶ cosines and sines        logits ─▶ likeliest tokens        some ten small kernels become two
 
-Nothing else is left to a compiler: norms with their residual sums, the rotation with the page write, and the gate are kernels already, and
-products are a library's. What is compiled here is plain torch, so that a step from a CUDA graph is captured with it like without.
+Nothing else is left to a compiler: norms with their residual sums, the rotation with the page write, and the gate are
+kernels already, and products are a library's. What is compiled here is plain torch, so that a step from a CUDA graph is
+captured with it like without.
 """
 
 from collections.abc import Callable
@@ -27,8 +29,8 @@ def check_compile(config: EngineConfig, device: torch.device) -> None:
     """Says whether `engine.compile` means anything here.
 
     Raises:
-        ConfigError: It does not: on a CPU the layers are compiled C++ already; and what is fused may round otherwise, which a
-            request that is to get the same bits everywhere does not bear.
+        ConfigError: It does not: on a CPU the layers are compiled C++ already; and what is fused may round otherwise,
+            which a request that is to get the same bits everywhere does not bear.
     """
     if not config.compile:
         return

@@ -1,9 +1,10 @@
-"""Small steps as CUDA graphs: the kernels of a whole step in one launch, where launching them one by one takes longer than they do.
-Between the runner, which has a plan, and the model.
+"""Small steps as CUDA graphs: the kernels of a whole step in one launch, where launching them one by one takes longer
+than they do. Between the runner, which has a plan, and the model.
 
-A graph repeats what was captured, at the same addresses. So there is one per shape of a step (a bucket), and its inputs lie in
-tensors that stay. Rows that fill up a bucket are padding: they have no context, and their keys and values go nowhere. Steps of nothing
-but decodes have buckets by rows; those with short prompts in them by the rows that decode and by the tokens of the prompts.
+A graph repeats what was captured, at the same addresses. So there is one per shape of a step (a bucket), and its inputs
+lie in tensors that stay. Rows that fill up a bucket are padding: they have no context, and their keys and values go
+nowhere. Steps of nothing but decodes have buckets by rows;
+those with short prompts in them by the rows that decode and by the tokens of the prompts.
 
     rows      7            ─▶  bucket 8    captured at start: 1 2 4 8 16 24 ... 64 96 128 ...
     contexts  5 900 .. 31      5 900 .. 31 0
@@ -29,8 +30,9 @@ T = TypeVar("T")
 _FINE_UP_TO = 64
 _FINE, _COARSE = 8, 32
 SMALL_PROMPTS = 128
-"""Most tokens of prompts in a step that is repeated from a graph. A guess, not measured yet: about as many as are computed in the time that
-launching the kernels takes."""
+"""Most tokens of prompts in a step that is repeated from a graph. A guess, not measured yet: about as many as are
+computed in the time that launching the kernels takes.
+"""
 _FEWEST_CHUNK_TOKENS = 16
 MOST_CHUNKS = 4
 """Most prompts in a step that is repeated from a graph."""
@@ -40,7 +42,9 @@ class GraphBackend(Protocol):
     """Captures work on a device."""
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Runs `work` some times, and gives what repeats it: same addresses read, same tensors written and given back."""
+        """Runs `work` some times, and gives what repeats it: same addresses read,
+        same tensors written and given back.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +67,8 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
 
 
 def mixed_sizes(most_rows: int, most_chunk_tokens: int) -> tuple[Padding, ...]:
-    """Shapes of steps with prompts in them that graphs are captured for, rising: by the rows that decode, then by the tokens of the
-    prompts.
+    """Shapes of steps with prompts in them that graphs are captured for, rising: by the rows that decode, then by the
+    tokens of the prompts.
     """
     decodes, tokens = [8], [_FEWEST_CHUNK_TOKENS]
     while decodes[-1] < most_rows:
@@ -96,8 +100,8 @@ class StepGraphs:
         observer: Reads hidden states in each step; None for none.
         pages: Of `arena`, which the model computes with; None for all of it.
         most_rows: Steps of more rows that decode are not taken.
-        most_chunk_tokens: Nor are those of more tokens of prompts; 0 for nothing but decodes. Takes kernels that cut the contexts of
-            decodes (`KernelSet.split_rule`), and no observer.
+        most_chunk_tokens: Nor are those of more tokens of prompts; 0 for nothing but decodes. Takes kernels that cut
+            the contexts of decodes (`KernelSet.split_rule`), and no observer.
         table_width: Pages of the longest sequence.
         backend: Captures.
     """
@@ -146,7 +150,9 @@ class StepGraphs:
         }
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether the step can be repeated from a graph: it is small, scores no prompt, and fetches and exports nothing."""
+        """Whether the step can be repeated from a graph: it is small, scores no prompt,
+        and fetches and exports nothing.
+        """
         return not plan.fetches and not plan.exports and self.takes_rows(plan.rows)
 
     def takes_rows(self, rows: Sequence[Row]) -> bool:
@@ -160,8 +166,9 @@ class StepGraphs:
 
     @torch.inference_mode()
     def scores(self, rows: Sequence[Row], unseen: Unseen | None = None) -> Scored:
-        """Of the next tokens of rows that draw; overwritten by the next step. That one may be asked for while this one is computed: the
-        device does one after the other, and does not touch a graph's tensors before it is through with them.
+        """Of the next tokens of rows that draw; overwritten by the next step. That one may be asked for while this one
+        is computed: the device does one after the other,
+        and does not touch a graph's tensors before it is through with them.
 
         Raises:
             EngineError: A row cannot be computed; nothing was.
@@ -236,8 +243,8 @@ class StepGraphs:
 
 
 def _overwrite(bucket: _Bucket, step: DecoderInput) -> None:
-    """On the device, where the step's inputs have come in one copy. In a bucket of nothing but decodes rows, their first tokens and whose
-    logits are wanted are the same in every step.
+    """On the device, where the step's inputs have come in one copy. In a bucket of nothing but decodes rows, their
+    first tokens and whose logits are wanted are the same in every step.
     """
     inputs = bucket.inputs
     here, there = inputs.batch, step.batch
@@ -261,8 +268,8 @@ def _overwrite(bucket: _Bucket, step: DecoderInput) -> None:
 
 
 class CudaGraphs:
-    """A `GraphBackend` over torch's; all graphs share one pool of memory, since one runs at a time, and are captured on one stream, since
-    torch keeps memory for products, 32 MiB of it, for each that it has seen.
+    """A `GraphBackend` over torch's; all graphs share one pool of memory, since one runs at a time, and are captured on
+    one stream, since torch keeps memory for products, 32 MiB of it, for each that it has seen.
     """
 
     _WARM_UPS = 2

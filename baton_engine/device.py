@@ -1,7 +1,7 @@
 """Where an engine computes: on the CPU or on one GPU, and how others learn that the GPU has done its work.
 
-A GPU computes behind its host's back: when the runner tells that a layer is done, its kernels have been queued and no more.
-What copies the layer's pages waits for the event that was queued behind them.
+A GPU computes behind its host's back: when the runner tells that a layer is done, its kernels have been queued and no
+more. What copies the layer's pages waits for the event that was queued behind them.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """Parameters of glibc's `mallopt`."""
 
 _LARGEST_KEPT_BYTES, _MOST_KEPT_BYTES = 32 << 20, 64 << 20
-"""The largest tensor that is kept for the next step, and how much one of the C library's heaps keeps free at its end: half of what a thread's
-heap may have, and all of it.
+"""The largest tensor that is kept for the next step, and how much one of the C library's heaps keeps free at its end:
+half of what a thread's heap may have, and all of it.
 """
 
 
@@ -46,8 +46,9 @@ def choose_device(asked: str, gpu: int = 0) -> torch.device:
 def keep_freed_memory() -> None:
     """Lets the C library keep what tensors of one step took for those of the next, for the rest of this process.
 
-    By itself it gives blocks of some megabytes back to the system as they are freed, such as the scores of eight texts over 131,072 tokens. In the
-    next step each of their pages is mapped and zeroed again, which takes longer than to draw from them. No other library than glibc is told.
+    By itself it gives blocks of some megabytes back to the system as they are freed, such as the scores of eight texts
+    over 131,072 tokens. In the next step each of their pages is mapped and zeroed again, which takes longer than to
+    draw from them. No other library than glibc is told.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -57,8 +58,8 @@ def keep_freed_memory() -> None:
 
 
 def computing_on(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which kernels go to `device`. Left while they may still run; where it breaks off, once they are done: what
-    they write to may be freed then, and others write there without asking the GPU.
+    """A context in which kernels go to `device`. Left while they may still run; where it breaks off, once they are
+    done: what they write to may be freed then, and others write there without asking the GPU.
     """
     return _on_gpu(device) if device.type == "cuda" else nullcontext()
 
@@ -93,7 +94,9 @@ def gpu_kind(device: torch.device) -> str:
 
 
 def arena_buffer(memory: ArenaBytes) -> memoryview | torch.Tensor:
-    """The bytes that were given for an arena, without copying: host memory as it is, a GPU's as a tensor `[size_bytes]` uint8."""
+    """The bytes that were given for an arena, without copying: host memory as it is,
+    a GPU's as a tensor `[size_bytes]` uint8.
+    """
     if memory.view is not None:
         return memory.view
     return torch.as_tensor(_Memory(memory), device=torch.device("cuda", memory.device or 0))

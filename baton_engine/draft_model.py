@@ -1,8 +1,8 @@
-"""A second, smaller model in the same worker, which guesses how texts go on (`scheduling.speculation`). Its KV stands in further layers of the
-same pages, so that it is shared, copied, handed off and preempted with the model's.
+"""A second, smaller model in the same worker, which guesses how texts go on (`scheduling.speculation`). Its KV stands
+in further layers of the same pages, so that it is shared, copied, handed off and preempted with the model's.
 
-It draws as the model will: with the same random number for the same place of the text, the same penalties and the same grammar. What both
-hold likely they then draw alike, so that as many drafts as can be are accepted.
+It draws as the model will: with the same random number for the same place of the text, the same penalties and the same
+grammar. What both hold likely they then draw alike, so that as many drafts as can be are accepted.
 
     text      17 4 | 9             behind 4 the drafter has not computed anything yet
     pass 1         | 9        ->   30         all that is new of the text

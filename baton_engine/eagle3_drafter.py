@@ -1,8 +1,9 @@
-"""Guesses how texts go on by an EAGLE-3 head (`models.eagle3`). What the head reads of the model stands in the pages beside its KV, for every
-token that the model computes: so a text that goes on elsewhere, later, or from a prefix that was found, is guessed as if it had never moved.
+"""Guesses how texts go on by an EAGLE-3 head (`models.eagle3`). What the head reads of the model stands in the pages
+beside its KV, for every token that the model computes: so a text that goes on elsewhere, later, or from a prefix that
+was found, is guessed as if it had never moved.
 
-Its KV of a token stands in the place before the token's own. What it computes from its own states, for drafts, is computed again from the model's
-once that has come so far.
+Its KV of a token stands in the place before the token's own. What it computes from its own states, for drafts, is
+computed again from the model's once that has come so far.
 """
 
 from collections.abc import Sequence
@@ -75,7 +76,9 @@ class Eagle3Drafter:
         self._place_of: dict[int, int] = {}
 
     def compute_prompts(self, rows: Sequence[Row], hooks: LayerHooks | None) -> None:
-        """See PromptDrafter. Of the last token of a prompt the head reads nothing yet: what follows it is being drawn."""
+        """See PromptDrafter. Of the last token of a prompt the head reads nothing yet:
+        what follows it is being drawn.
+        """
         prompts = [
             Row(seq=row.seq, start=known.start, num_tokens=len(known), samples=())
             for row in rows
@@ -98,7 +101,9 @@ class Eagle3Drafter:
             return draw_drafts(plan, self._draw)
 
     def _draw(self, rows: list[Row]) -> list[int]:
-        """One token behind each of the rows that draw: in the first pass from what the model held, then from what the head gave itself."""
+        """One token behind each of the rows that draw: in the first pass from what the model held,
+        then from what the head gave itself.
+        """
         step = self._inputs.build(rows)
         if any(row.draft for row in rows):
             places = [self._place_of[id(row.seq)] for row in rows]

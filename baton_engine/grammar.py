@@ -75,7 +75,9 @@ class MatcherConstraint:
         return forked
 
     def fill(self, bits: NDArray[np.uint32]) -> None:
-        """See TokenConstraint. Written in place where the tokenizer knows no more tokens than the model has scores for."""
+        """See TokenConstraint. Written in place where the tokenizer knows no more tokens than the
+        model has scores for.
+        """
         if self._fault is not None:
             bits[:] = 0
             return

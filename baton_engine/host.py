@@ -1,4 +1,6 @@
-"""Hosts an engine loop in a thread of the worker's process, behind `EnginePort`: the boundary between service and engine."""
+"""Hosts an engine loop in a thread of the worker's process, behind `EnginePort`:
+the boundary between service and engine.
+"""
 
 import logging
 import os
@@ -61,7 +63,8 @@ class ThreadEngineHost:
         """Starts the thread. Attach the listener first: an event without a listener ends the loop.
 
         Args:
-            cores: That it and the threads it computes with run on; empty for any. The process's other threads stay free.
+            cores: That it and the threads it computes with run on; empty for any.
+                The process's other threads stay free.
         """
         self._cores = cores
         self._thread.start()

@@ -1,7 +1,8 @@
-"""What happens around each layer of a step: a layer waits for KV that is fetched, and its KV is reported when it is complete.
+"""What happens around each layer of a step: a layer waits for KV that is fetched,
+and its KV is reported when it is complete.
 
-Between the decoder, which computes layer after layer, the source that brings pages meanwhile, and the sink that takes pages
-away.
+Between the decoder, which computes layer after layer, the source that brings pages meanwhile, and the sink that takes
+pages away.
 
     source   | bring 0 | bring 1 | bring 2 |
     decoder            | layer 0 | layer 1 | layer 2 |
@@ -46,7 +47,9 @@ class KvLayerHooks:
 
     @property
     def between_layers(self) -> "KvLayerHooks | None":
-        """What the decoder has to call between layers: None where no pages are fetched or exported, which lets it compute all at once."""
+        """What the decoder has to call between layers: None where no pages are fetched or exported,
+        which lets it compute all at once.
+        """
         return self if self._source is not None or self._sink is not None else None
 
     def __enter__(self) -> "KvLayerHooks":
@@ -69,8 +72,8 @@ class KvLayerHooks:
             self._lost.append(self._source.wait_for_layer_load(layer_index))
 
     def after(self, layer_index: int) -> None:
-        """The pages hold this layer's keys and values, or will once the GPU has done what it was given. Nothing is told of
-        sequences whose fetch has failed.
+        """The pages hold this layer's keys and values, or will once the GPU has done what it was given. Nothing is told
+        of sequences whose fetch has failed.
         """
         if self._sink is None:
             return

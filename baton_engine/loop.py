@@ -1,4 +1,5 @@
-"""The engine's loop: commands in, one step after the other, events out. Synchronous; one thread runs it (`baton_engine.host`).
+"""The engine's loop: commands in, one step after the other, events out. Synchronous;
+one thread runs it (`baton_engine.host`).
 
 With `ahead`, the next step is planned and launched before the outcome of the last one is waited for, where that can be:
 
@@ -73,15 +74,17 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compiled:
-    """The grammar of a command's prompt, compiled, or why it could not be; the command waited for it, or is in the scheduler."""
+    """The grammar of a command's prompt, compiled, or why it could not be; the command waited for it,
+    or is in the scheduler.
+    """
 
     command: AddRequest
     grammar: CompilingGrammar
 
 
 class StepTimes:
-    """Measures every step, and remembers the last one that did nothing but decode. A draft counts there as a sequence: it costs what a
-    decode does.
+    """Measures every step, and remembers the last one that did nothing but decode. A draft counts there as a sequence:
+    it costs what a decode does.
     """
 
     def __init__(self) -> None:
@@ -119,8 +122,9 @@ class StepTimes:
 class EngineLoop:
     """Drains commands, schedules, executes, applies, tells; sleeps on its inbox when nothing can run.
 
-    A row that the runner reports as failed ends its own sequence. A step that raises is executed again row by row, so that
-    only the sequences that cannot be computed fail. A lost device and any exception from elsewhere end the loop and stay visible in `failure`.
+    A row that the runner reports as failed ends its own sequence. A step that raises is executed again row by row, so
+    that only the sequences that cannot be computed fail. A lost device and any exception from elsewhere end the loop
+    and stay visible in `failure`.
 
     Args:
         scheduler: Owned by the loop from now on.
@@ -128,10 +132,11 @@ class EngineLoop:
         emit: Receives the events, on the thread that runs the loop. What is known before a step is told before it runs,
             so that a hand-off can be prepared while the step computes.
         clock: For `progress_s`.
-        grammars: Compiles the grammars of prompts, whose draws wait for it; those of no other prompt do. None where grammars are refused.
+        grammars: Compiles the grammars of prompts, whose draws wait for it; those of no other prompt do.
+            None where grammars are refused.
         drafter: Guesses tokens before steps are planned; None where no model does.
-        ahead: Launch a step that can be planned ahead behind the one that is computed. A command that comes meanwhile waits
-            for both.
+        ahead: Launch a step that can be planned ahead behind the one that is computed. A command that comes meanwhile
+            waits for both.
     """
 
     def __init__(
@@ -374,7 +379,9 @@ class EngineLoop:
         *,
         always: bool = False,
     ) -> None:
-        """With `always`, also where only the load has changed: a step whose sequences have all ended lets go of pages."""
+        """With `always`, also where only the load has changed:
+        a step whose sequences have all ended lets go of pages.
+        """
         blocks = self._scheduler.take_block_changes()
         if events or sampled is not None or blocks is not None or always:
             load = self._times.put_into(self._scheduler.load())
@@ -411,7 +418,9 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def execute_row_by_row(runner: StepRunner, plan: StepPlan) -> StepResult:
-    """The outcome of `plan`, each of whose rows is computed alone; those that cannot be are among the failed. Blocks."""
+    """The outcome of `plan`, each of whose rows is computed alone; those that cannot be are among the failed.
+    Blocks.
+    """
     results = [_execute_alone(runner, _only(plan, row)) for row in plan.rows]
     failed = [(place, error) for place, alone in enumerate(results) for _, error in alone.failed]
     tokens: list[int] = []
@@ -444,8 +453,8 @@ def _execute_alone(runner: StepRunner, plan: StepPlan) -> StepResult:
 def _only(plan: StepPlan, row: Row) -> StepPlan:
     """The part of `plan` that concerns one row.
 
-    Repeating a copy does no harm: the one slot of its source that this step may have written is the slot that the copy's
-    owner writes itself.
+    Repeating a copy does no harm: the one slot of its source that this step may have written is the slot that the
+    copy's owner writes itself.
     """
     seq = row.seq
     return replace(

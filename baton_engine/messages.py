@@ -52,8 +52,8 @@ class Start:
 
     There is one of each sample that was asked for, or the sequence fails. Samples whose first token already finished
     them (`finish` set) are not run; with no sample left to run the pages are released at once. After
-    `PromptComputed` there are none at all: vLLM's core draws every sample's first token itself, and a beam search, which
-    takes no others, begins with the prompt's last token, whose KV is computed again.
+    `PromptComputed` there are none at all: vLLM's core draws every sample's first token itself, and a beam search,
+    which takes no others, begins with the prompt's last token, whose KV is computed again.
     """
 
     seq_id: SeqId
@@ -116,8 +116,8 @@ class Reserved:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptComputed:
     """The KV of a prompt is complete, and no first tokens are told with it: it stands where they would be. Of a prompt
-    that is prefilled for another worker they are left to that one, by vLLM's core, and where beams are searched for. Of a
-    beam search that goes on here all tokens are told at its end; after a preemption this is sent again.
+    that is prefilled for another worker they are left to that one, by vLLM's core, and where beams are searched for. Of
+    a beam search that goes on here all tokens are told at its end; after a preemption this is sent again.
 
     Attributes:
         prompt_logprobs: Where they were asked for: one entry per prompt token from the second on.

@@ -46,8 +46,8 @@ class LayerReady:
 
 
 class LayerSink(Protocol):
-    """Told when KV of a layer is complete, while the next layer computes: the saving half of vLLM's KV connector, by page. Must not
-    block and must not raise.
+    """Told when KV of a layer is complete, while the next layer computes: the saving half of vLLM's KV connector, by
+    page. Must not block and must not raise.
     """
 
     def save_kv_layer(self, layer: LayerReady) -> None:
@@ -55,12 +55,13 @@ class LayerSink(Protocol):
 
 
 class KvSource(Protocol):
-    """Where KV blocks can be loaded from instead of being computed: a pool. Thread-safe. The loading half of vLLM's KV connector,
-    in its words.
+    """Where KV blocks can be loaded from instead of being computed: a pool. Thread-safe. The loading half of vLLM's KV
+    connector, in its words.
 
-    Called on the engine's thread, so nothing here waits for a network. Only `wait_for_layer_load` and `finish_load_kv` may block,
-    and both only for as long as bytes are being copied on this machine. Per step: `start_load_kv`, `wait_for_layer_load` for every
-    layer in order, `finish_load_kv`; a step that is executed again begins its loads again.
+    Called on the engine's thread, so nothing here waits for a network. Only `wait_for_layer_load` and `finish_load_kv`
+    may block, and both only for as long as bytes are being copied on this machine. Per step: `start_load_kv`,
+    `wait_for_layer_load` for every layer in order, `finish_load_kv`;
+    a step that is executed again begins its loads again.
     """
 
     def get_num_matched_blocks(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> int:
@@ -70,7 +71,9 @@ class KvSource(Protocol):
         """The sequence was preempted and will need these blocks again; they are made ready where possible."""
 
     def start_load_kv(self, fetches: Sequence[PageFetch]) -> None:
-        """Starts to copy what was matched, one layer of all fetches after the other. Does not wait and does not raise."""
+        """Starts to copy what was matched, one layer of all fetches after the other.
+        Does not wait and does not raise.
+        """
 
     def wait_for_layer_load(self, layer_index: int) -> frozenset[SeqId]:
         """Waits until each fetch has that layer in its pages, verified, or has failed.
@@ -98,8 +101,8 @@ class BlockSink(Protocol):
 
 
 class TokenConstraint(Protocol):
-    """Which tokens one sample may go on with, by the grammar of its request. Its state is a function of grammar, tokenizer and output
-    tokens; owned by whoever owns the sample's sequence.
+    """Which tokens one sample may go on with, by the grammar of its request. Its state is a function of grammar,
+    tokenizer and output tokens; owned by whoever owns the sample's sequence.
     """
 
     def accept(self, token: int) -> None:
@@ -109,17 +112,22 @@ class TokenConstraint(Protocol):
         """Another sample that has the same tokens so far."""
 
     def fork_for_draft(self, token: int) -> "TokenConstraint":
-        """For the row behind a guessed token: the same with `token` too. Its fault is not the sample's, unless the text comes to it."""
+        """For the row behind a guessed token: the same with `token` too. Its fault is not the sample's,
+        unless the text comes to it.
+        """
 
     def fill(self, bits: NDArray[np.uint32]) -> None:
-        """Writes which tokens may come next, one bit each, lowest first; the ends of a text are among them where it is complete.
+        """Writes which tokens may come next, one bit each, lowest first;
+        the ends of a text are among them where it is complete.
 
         Args:
             bits: `[vocab / 32]`, contiguous.
         """
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """With how many leading ones of `tokens`, none of which ends a text, the sample could go on. Changes nothing."""
+        """With how many leading ones of `tokens`, none of which ends a text, the sample could go on.
+        Changes nothing.
+        """
 
     @property
     def fault(self) -> BatonError | None:
@@ -151,7 +159,8 @@ class CompilingGrammar:
 
 @dataclass(slots=True, eq=False)
 class GrammarCounts:
-    """What a worker's grammars have cost since it started. Written by the compiler's threads and the engine's, read from any.
+    """What a worker's grammars have cost since it started. Written by the compiler's threads and the engine's,
+    read from any.
 
     Attributes:
         compiled: Grammars that were compiled.
@@ -195,7 +204,9 @@ class GrammarCompiler(Protocol):
     """Makes constraints of grammars, in threads of its own, for which tenants take turns."""
 
     def compile(self, prompt: Prompt, done: Callable[[TokenConstraint | BatonError], None]) -> None:
-        """Calls `done`, on any thread, with the constraint of a prompt's output after its `output_tokens`, or with why there is none."""
+        """Calls `done`, on any thread, with the constraint of a prompt's output after its `output_tokens`,
+        or with why there is none.
+        """
 
     def close(self) -> None:
         """Waits for what is being compiled; the rest is dropped."""

@@ -160,10 +160,11 @@ class ModelRunner:
 
 @contextmanager
 def _named(plan: StepPlan) -> Iterator[None]:
-    """Faults of torch and of what it was given, as those of the step; those after which a GPU computes nothing more, as its loss.
+    """Faults of torch and of what it was given, as those of the step; those after which a GPU computes nothing more,
+    as its loss.
 
-    What a kernel did wrong is told by whatever call comes next. So a step that breaks off waits for the GPU (`computing_on`), and is told the
-    same again where the GPU is lost. Want of memory is no such fault.
+    What a kernel did wrong is told by whatever call comes next. So a step that breaks off waits for the GPU
+    (`computing_on`), and is told the same again where the GPU is lost. Want of memory is no such fault.
     """
     try:
         yield
@@ -215,8 +216,8 @@ class _UnderWay:
         return draws
 
     def result(self, tokens: list[int], logprobs: Mapping[int, TokenLogprobs]) -> StepResult:
-        """Rows whose pages were not brought have failed, those whose grammar did, and of those that should have drawn, those that
-        did not.
+        """Rows whose pages were not brought have failed, those whose grammar did, and of those that should have drawn,
+        those that did not.
         """
         plan, fetched, undrawn = self.plan, self._fetched, self.undrawn
         lost = fetched.failed if fetched is not None else {}

@@ -1,7 +1,8 @@
-"""An engine without a model: the real scheduler, cache and loop, whose steps take what a formula says and draw made-up tokens.
+"""An engine without a model: the real scheduler, cache and loop,
+whose steps take what a formula says and draw made-up tokens.
 
-What a worker of `baton run simulated` computes with: everything around the model is the real thing, hand-offs included. Its
-pages are small and hold zeros. Imports no torch.
+What a worker of `baton run simulated` computes with: everything around the model is the real thing, hand-offs included.
+Its pages are small and hold zeros. Imports no torch.
 """
 
 import json
@@ -35,8 +36,8 @@ _SPREAD = 1_000_003
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpeed:
-    """What a step takes, in seconds. The defaults are about a model of 8B parameters on an H200: 15 GB of weights and 128 KiB of
-    KV per token at 4 TB/s, prompts at 0.65 of the matrix rate.
+    """What a step takes, in seconds. The defaults are about a model of 8B parameters on an H200: 15 GB of weights and
+    128 KiB of KV per token at 4 TB/s, prompts at 0.65 of the matrix rate.
 
     Attributes:
         step_s: Per step.

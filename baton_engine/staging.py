@@ -1,7 +1,8 @@
 """Copies between host and device: a step's arrays go over in one copy, its tokens come back in another.
 
-torch copies a list or an array to a GPU with the host waiting, once for each. Here they are packed side by side in pinned memory
-and sent behind the work that the GPU was given, without waiting; the device's tensors are views of what arrived.
+torch copies a list or an array to a GPU with the host waiting, once for each. Here they are packed side by side in
+pinned memory and sent behind the work that the GPU was given, without waiting;
+the device's tensors are views of what arrived.
 
     host    [ temperatures | targets | biases ... ]        pinned; two buffers take turns
                         │ one copy
@@ -106,7 +107,8 @@ class DeviceStaging:
 
 
 class PinnedBuffers:
-    """Two host buffers that take turns, since a copy from or to the last one may still be under way; each grows as needed.
+    """Two host buffers that take turns, since a copy from or to the last one may still be under way;
+    each grows as needed.
 
     Args:
         pinned: Whether a GPU copies from and to them by itself.

@@ -1,7 +1,9 @@
-"""The first steps of an engine, before it serves: whatever a GPU compiles or loads at first use is so by then, and no request waits for it.
+"""The first steps of an engine, before it serves: whatever a GPU compiles or loads at first use is so by then,
+and no request waits for it.
 
-Small steps are captured as graphs at start (`cuda_graphs.py`). What is left is computed here once: a prompt's chunk, a decode beside one,
-the largest step that is ever planned, every kind of draw, a drafter's guesses, hashes and moves of pages.
+Small steps are captured as graphs at start (`cuda_graphs.py`). What is left is computed here once: a prompt's chunk, a
+decode beside one, the largest step that is ever planned, every kind of draw, a drafter's guesses,
+hashes and moves of pages.
 """
 
 from dataclasses import replace
@@ -37,7 +39,8 @@ def warm_up(
     drafter: Drafter | None,
     page_kernels: PageKernels | None,
 ) -> None:
-    """Computes steps over the first pages of the arena, which nothing holds yet. Blocks, for some seconds where nothing is in Triton's cache.
+    """Computes steps over the first pages of the arena, which nothing holds yet. Blocks,
+    for some seconds where nothing is in Triton's cache.
 
     Args:
         runner: Of the engine that is about to start.
@@ -68,7 +71,9 @@ def warm_up(
 
 
 def _largest(most: int, limits: EngineLimits) -> tuple[Row, ...]:
-    """Products of many rows may take another kernel than those of few (`row_matmul`); so may the output head's, which scores them."""
+    """Products of many rows may take another kernel than those of few (`row_matmul`); so may the output head's,
+    which scores them.
+    """
     budget = limits.max_num_batched_tokens
     lengths = [most] * (budget // most) + [budget % most]
     rows = (_row(_SCORED, length, limits) for length in lengths if length)
@@ -83,7 +88,9 @@ def _row(params: SamplingParams, num_tokens: int, limits: EngineLimits) -> Row:
 
 
 def _guessed(start: int, length: int, limits: EngineLimits) -> DraftRow:
-    """What follows such a text: the first token from what is left of it, from `start` on, each other one from the one before."""
+    """What follows such a text: the first token from what is left of it, from `start` on,
+    each other one from the one before.
+    """
     text = _text(_GREEDY, length, limits, room=_GUESSES)
     text.state = State.RUNNING
     return DraftRow(seq=text, start=start, num_tokens=length - start, count=_GUESSES)

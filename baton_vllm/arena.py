@@ -1,8 +1,9 @@
 """vLLM's KV cache in memory that a worker can share: where it lies, and what its pages look like to a peer.
 
-vLLM allocates its whole cache at once, `torch.zeros(size, dtype=int8)`, and asks its connector for a context to do so in. Its views
-then lie as our arenas do: layers outermost, pages one after the other, in each page the heads. What a head's bytes mean is known to
-the attention backend alone, so that whatever decides it stands in the layout's fingerprint.
+vLLM allocates its whole cache at once, `torch.zeros(size, dtype=int8)`, and asks its connector for a context to do so
+in. Its views then lie as our arenas do: layers outermost, pages one after the other, in each page the heads. What a
+head's bytes mean is known to the attention backend alone,
+so that whatever decides it stands in the layout's fingerprint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +69,8 @@ class VllmArena(TorchFunctionMode):
         Args:
             views: By the layer's name. Layers that share a cache are one.
             block_tokens: Tokens in a block, of the cache's specification.
-            facts: What else decides the bytes of a page: the model, vLLM's version, the attention backend, the kind of processor.
+            facts: What else decides the bytes of a page: the model, vLLM's version, the attention backend,
+                the kind of processor.
         """
         layers = _own_layers(views)
         indices = {view.data_ptr(): index for index, (_, view) in enumerate(layers)}

@@ -1,7 +1,7 @@
 """vLLM's events of its prefix cache, as changes of blocks under Baton's keys.
 
-vLLM names a block by a hash of its own. Its events carry token ids, the block before, and the salt of a text's first block, which
-is the tenant's scope: that is enough to name the block as router and `baton explain` do (`baton.hashing`).
+vLLM names a block by a hash of its own. Its events carry token ids, the block before, and the salt of a text's first
+block, which is the tenant's scope: that is enough to name the block as router and `baton explain` do (`baton.hashing`).
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,8 @@ class _Held:
 
 
 class BlockNames:
-    """Renames blocks. Stands where vLLM's scheduler has the publisher of its events. Not thread-safe: the engine's thread.
+    """Renames blocks. Stands where vLLM's scheduler has the publisher of its events. Not thread-safe:
+    the engine's thread.
 
     Args:
         secret: The cluster secret, 32 bytes.

@@ -1,4 +1,6 @@
-"""Builds the engine of a worker that runs vLLM. What such a worker's process does first; nothing of vLLM is imported before."""
+"""Builds the engine of a worker that runs vLLM. What such a worker's process does first;
+nothing of vLLM is imported before.
+"""
 
 import logging
 import os
@@ -39,10 +41,13 @@ class BuiltVllm:
 
     Attributes:
         host: The engine; attach its owner, then `start` it.
-        layout: Shape of its KV pages. What is in them is vLLM's: the fingerprint names its version and where it computes.
+        layout: Shape of its KV pages. What is in them is vLLM's:
+            the fingerprint names its version and where it computes.
         limits: What it takes.
-        num_blocks: Pages that a peer may be granted: all but the spare one. vLLM's null block is among them, and never granted.
-        hands_off: Whether its pages can be handed to another worker, and another's to it; and whether a pool can hold them.
+        num_blocks: Pages that a peer may be granted: all but the spare one. vLLM's null block is among them,
+            and never granted.
+        hands_off: Whether its pages can be handed to another worker, and another's to it;
+            and whether a pool can hold them.
         grammar_counts: What its grammars cost; None where they are refused.
     """
 
@@ -78,8 +83,8 @@ def build_vllm_engine(
         grammar: What the grammars of outputs may cost.
 
     Raises:
-        ConfigError: vLLM is missing or of another version, a setting is not one that it takes, or pages would have to be handed off
-            that cannot be.
+        ConfigError: vLLM is missing or of another version, a setting is not one that it takes, or pages would have to
+            be handed off that cannot be.
         ModelLoadError: vLLM refuses the model; in its words.
     """
     if (why := missing()) is not None:
@@ -147,8 +152,8 @@ def _open(
     tables: tuple[VllmHandOffs, VllmPoolPages, "VllmArena"],
     progress: Callable[[str, float | None], None],
 ) -> tuple[Any, Any]:
-    """vLLM's core and its whole configuration. On a CPU its connector is Baton's, which shares `tables`, and its KV cache lies in
-    the last of these.
+    """vLLM's core and its whole configuration. On a CPU its connector is Baton's, which shares `tables`, and its KV
+    cache lies in the last of these.
     """
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import EngineArgs

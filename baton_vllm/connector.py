@@ -1,8 +1,8 @@
-"""vLLM's KV connector that leaves sending and receiving to a Baton worker: what vLLM asks and tells, as calls of `VllmHandOffs` and, of the
-pool, `VllmPoolPages`.
+"""vLLM's KV connector that leaves sending and receiving to a Baton worker: what vLLM asks and tells, as calls of
+`VllmHandOffs` and, of the pool, `VllmPoolPages`.
 
-vLLM makes two of these, one for its scheduler and one for its worker; both live on the engine's thread and share these tables. Written
-against vLLM 0.32: the interface is experimental there.
+vLLM makes two of these, one for its scheduler and one for its worker; both live on the engine's thread and share these
+tables. Written against vLLM 0.32: the interface is experimental there.
 """
 
 import json
@@ -128,8 +128,8 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Its scheduler's half.
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """The last page is never handed out: peers probe their way into the arena with it (`baton.layout.SPARE_BLOCKS`). All others
-        are counted when they are.
+        """The last page is never handed out: peers probe their way into the arena with it
+        (`baton.layout.SPARE_BLOCKS`). All others are counted when they are.
         """
         gpu_block_pool.free_block_queue.remove(gpu_block_pool.blocks[-1])
         gpu_block_pool.num_gpu_blocks -= 1

@@ -1,4 +1,5 @@
-"""vLLM's `EngineCore` in this process, as a `CorePort`. The only module, with `baton_vllm.build`, that needs vLLM to be imported.
+"""vLLM's `EngineCore` in this process, as a `CorePort`. The only module, with `baton_vllm.build`,
+that needs vLLM to be imported.
 
 Its loop is that of vLLM's own `InprocClient` (v1/engine/core_client.py).
 """
@@ -58,7 +59,9 @@ class ToldScheduler(Scheduler):
         return output
 
     def _is_idle(self, output: Any) -> bool:
-        """Where a request has been preempted the next step may begin another one; grammars become ready by themselves."""
+        """Where a request has been preempted the next step may begin another one;
+        grammars become ready by themselves.
+        """
         return not (
             output.total_num_scheduled_tokens
             or output.preempted_req_ids
@@ -202,7 +205,9 @@ class VllmCore:
 
 
 def _fault(held: StructuredOutputRequest | None) -> BatonError:
-    """Why vLLM has ended a request with an error: a grammar that could not be compiled, or that the output could not be held to."""
+    """Why vLLM has ended a request with an error: a grammar that could not be compiled,
+    or that the output could not be held to.
+    """
     grammar = None if held is None else held.grammar
     fault = grammar.fault if isinstance(grammar, HeldGrammar) else grammar
     if isinstance(fault, BatonError):

@@ -1,7 +1,8 @@
 """Holds vLLM's outputs to grammars with Baton's own compiler, where vLLM's structured output has its own ones.
 
-Those have no limits on what a grammar may cost, end a text whose grammar has become too complex as if it were complete, and know
-nothing of an output that was begun elsewhere. This way a request gives the same answers and errors as with Baton's engine.
+Those have no limits on what a grammar may cost, end a text whose grammar has become too complex as if it were complete,
+and know nothing of an output that was begun elsewhere.
+This way a request gives the same answers and errors as with Baton's engine.
 """
 
 from concurrent.futures import Future

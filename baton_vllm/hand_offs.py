@@ -1,14 +1,15 @@
-"""Which of vLLM's requests are handed off, and what their pages wait for: joins vLLM's scheduler and its model runner with our commands.
+"""Which of vLLM's requests are handed off, and what their pages wait for:
+joins vLLM's scheduler and its model runner with our commands.
 
-vLLM asks its connector in two places, its scheduler and its worker, with an object in each (`baton_vllm.connector`). Both share this
-table, on the engine's thread. It knows nothing of vLLM, so that its rules can be tested without.
+vLLM asks its connector in two places, its scheduler and its worker, with an object in each (`baton_vllm.connector`).
+Both share this table, on the engine's thread. It knows nothing of vLLM, so that its rules can be tested without.
 
     prefilled here    COMPUTING → KEPT (vLLM's request is over, its blocks are not) → ENDING → gone, blocks free
     received here     WAITING → RESERVED → STARTED → vLLM's alone
                                     └────────┴→ ENDING → gone, blocks free
 
-vLLM gives blocks back at once when a request ends, but for two kinds: those whose `request_finished` answered True, until the worker
-names them as sent, and those that wait for KV from elsewhere, until the worker names them as received.
+vLLM gives blocks back at once when a request ends, but for two kinds: those whose `request_finished` answered True,
+until the worker names them as sent, and those that wait for KV from elsewhere, until the worker names them as received.
 """
 
 from collections.abc import Sequence
@@ -115,7 +116,8 @@ class VllmHandOffs:
 
         Args:
             seq_id: Of the sequence.
-            goes_on: Whether there is anything left to generate. If not, vLLM's request is to be aborted now, and no end is told.
+            goes_on: Whether there is anything left to generate. If not, vLLM's request is to be aborted now,
+                and no end is told.
 
         Raises:
             InvariantError: It holds no reservation.
@@ -127,8 +129,9 @@ class VllmHandOffs:
         sequence.tells_released = goes_on
 
     def end(self, seq_id: SeqId, *, tells: bool = True) -> None:
-        """The hand-off is over, whether done or not: nobody reads the blocks any more, nor writes to them. vLLM's request is to be
-        aborted now, if it is not over. Right at any moment, also for a sequence that was never one of these.
+        """The hand-off is over, whether done or not: nobody reads the blocks any more, nor writes to them. vLLM's
+        request is to be aborted now, if it is not over. Right at any moment,
+        also for a sequence that was never one of these.
 
         Args:
             seq_id: Of the sequence.
@@ -151,8 +154,8 @@ class VllmHandOffs:
         return any(s.state in (_S.STARTED, _S.ENDING) for s in self._sequences.values())
 
     def take_events(self) -> list[SeqEvent]:
-        """What has happened since the last call: behind a step, or before its model runs. vLLM has given back the blocks of those
-        that are released.
+        """What has happened since the last call: behind a step, or before its model runs. vLLM has given back the
+        blocks of those that are released.
         """
         events, self._events = self._events, []
         return events
@@ -165,16 +168,18 @@ class VllmHandOffs:
         return sum(self._promised(sequence) for sequence in self._sequences.values())
 
     def matched_tokens(self, seq_id: SeqId, num_cached: int, num_free: int) -> int | None:
-        """How many of a request's tokens come from elsewhere, behind the `num_cached` that this worker's prefix cache has; None for as
-        long as the `num_free` blocks, those included that it shares with requests that run, are too few, or one before it waits.
+        """How many of a request's tokens come from elsewhere, behind the `num_cached` that this worker's prefix cache
+        has; None for as long as the `num_free` blocks, those included that it shares with requests that run,
+        are too few, or one before it waits.
 
-        What is begun here has to come to its end without waiting for another worker, whose own prompts may wait for this one:
+        What is begun here has to come to its end without waiting for another worker,
+        whose own prompts may wait for this one:
 
-        - vLLM begins a prompt whose blocks are free, though others that have begun need them for their next chunks, and preempts
-          the latest. That one's pages at the receiving worker would be held for as long as this worker's blocks are kept by prompts
-          for which there is no room there.
-        - vLLM gives a prompt that is received its own blocks only, and preempts none that waits: were all blocks held by prompts that
-          need one more for their next token, none could ever go on.
+        - vLLM begins a prompt whose blocks are free, though others that have begun need them for their next chunks, and
+          preempts the latest. That one's pages at the receiving worker would be held for as long as this worker's
+          blocks are kept by prompts for which there is no room there.
+        - vLLM gives a prompt that is received its own blocks only, and preempts none that waits: were all blocks held
+          by prompts that need one more for their next token, none could ever go on.
 
         What others than these were promised is not among the free ones.
         """
@@ -286,8 +291,8 @@ class VllmHandOffs:
         """What vLLM is to be told behind its step.
 
         Returns:
-            Requests whose blocks may be used otherwise, having been kept to be sent; and those that wait no more for KV, to go on or,
-            where they are over, to give back their blocks.
+            Requests whose blocks may be used otherwise, having been kept to be sent; and those that wait no more for
+            KV, to go on or, where they are over, to give back their blocks.
         """
         self._exports, self._one_waits = [], False
         sent: set[str] = set()

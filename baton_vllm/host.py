@@ -201,7 +201,9 @@ class VllmEngineHost:
             self._failure = error
 
     def turn(self) -> None:
-        """Takes the commands that are there, and computes one step; waits for a command where a step would do nothing."""
+        """Takes the commands that are there, and computes one step;
+        waits for a command where a step would do nothing.
+        """
         events = self._take_commands(wait=not self._has_work())
         if events:
             self._tell(events)

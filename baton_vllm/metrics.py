@@ -1,4 +1,6 @@
-"""vLLM's own metrics under its own names, beside those of the worker: fed as vLLM's front feeds them (v1/engine/output_processor.py)."""
+"""vLLM's own metrics under its own names, beside those of the worker: fed as vLLM's front feeds them
+(v1/engine/output_processor.py).
+"""
 
 import time
 from collections.abc import Iterable, Iterator, Set
@@ -26,7 +28,8 @@ class _Asked:
 
 
 class StepCounts:
-    """Counts each step of vLLM's into vLLM's metrics, which are in the process's registry. Not thread-safe: the engine's thread.
+    """Counts each step of vLLM's into vLLM's metrics, which are in the process's registry. Not thread-safe:
+    the engine's thread.
 
     Args:
         vllm_config: vLLM's.

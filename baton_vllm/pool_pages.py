@@ -1,15 +1,16 @@
-"""Which blocks of vLLM's requests are fetched from a pool instead of being computed, and which go there: joins vLLM's scheduler and its
-model runner with a `KvSource` and a `BlockSink`.
+"""Which blocks of vLLM's requests are fetched from a pool instead of being computed, and which go there: joins vLLM's
+scheduler and its model runner with a `KvSource` and a `BlockSink`.
 
-A fetch goes the way of a hand-off that this worker receives: vLLM's request has blocks and waits, bytes arrive and are verified, and only
-then are the blocks vLLM's to compute with, and to be found by others. All of this lies within one step, whose model runs meanwhile.
+A fetch goes the way of a hand-off that this worker receives: vLLM's request has blocks and waits, bytes arrive and are
+verified, and only then are the blocks vLLM's to compute with, and to be found by others. All of this lies within one
+step, whose model runs meanwhile.
 
     WAITING → FETCHING → FETCHED → BEGUN (→ WAITING, preempted)
        │          └────→ LOST ──────↑   not all of it came, or other bytes did: vLLM computes it
        └────────────────────────────┘   nothing is offered, or computing is quicker
 
-What a request computes is offered to the pool as its blocks get full. Nothing keeps them from being handed out again: `generation` tells.
-It knows nothing of vLLM, so that its rules can be tested without.
+What a request computes is offered to the pool as its blocks get full. Nothing keeps them from being handed out again:
+`generation` tells. It knows nothing of vLLM, so that its rules can be tested without.
 """
 
 from collections import Counter
@@ -84,7 +85,9 @@ class _Request:
 
     @property
     def num_usable_tokens(self) -> int:
-        """Whose KV need not be computed if it is held somewhere: not the last one's, and none where the logits of all are wanted."""
+        """Whose KV need not be computed if it is held somewhere: not the last one's,
+        and none where the logits of all are wanted.
+        """
         return 0 if self.prompt.sampling.prompt_logprobs is not None else len(self.tokens) - 1
 
 
@@ -106,7 +109,8 @@ class _Pool:
 
 
 class VllmPoolPages:
-    """The requests of one engine, as far as a pool has a part in them. Without a pool it remembers nothing and offers nothing.
+    """The requests of one engine, as far as a pool has a part in them.
+    Without a pool it remembers nothing and offers nothing.
 
     Not thread-safe, but for `generation`: the engine's thread owns it.
     """
@@ -137,7 +141,8 @@ class VllmPoolPages:
         self._rule = FetchRule(layout.block_tokens)
 
     def connect(self, source: KvSource, sink: BlockSink) -> None:
-        """There is a pool: blocks are fetched from `source`, and full ones are offered to `sink`. Before the first request.
+        """There is a pool: blocks are fetched from `source`, and full ones are offered to `sink`.
+        Before the first request.
 
         Raises:
             InvariantError: The blocks have no names, since they are of a cache whose pages nobody else can read.
@@ -197,7 +202,9 @@ class VllmPoolPages:
 
     @property
     def promised_blocks(self) -> int:
-        """Free blocks that requests will need which wait with blocks of theirs, but for those that are handed off (`VllmHandOffs`)."""
+        """Free blocks that requests will need which wait with blocks of theirs,
+        but for those that are handed off (`VllmHandOffs`).
+        """
         return sum(
             -(-(len(request.tokens) + 1) // self._size) - len(request.blocks)
             for request in self._requests.values()
@@ -205,7 +212,8 @@ class VllmPoolPages:
         )
 
     def matched_tokens(self, request_id: str, num_cached: int, num_free: int) -> int | None:
-        """How many tokens of a request that has no blocks can be fetched, behind the `num_cached` that this worker's prefix cache has.
+        """How many tokens of a request that has no blocks can be fetched,
+        behind the `num_cached` that this worker's prefix cache has.
 
         Args:
             request_id: Which.

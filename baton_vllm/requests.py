@@ -1,7 +1,7 @@
 """What becomes of each field of a request with this engine: a table, and the request that vLLM is given.
 
-Samples are separate requests of vLLM's that share the prefix. A resumed prompt brings its output so far as a part of vLLM's prompt:
-what vLLM then counts or looks back over is corrected here, or refused where it cannot be.
+Samples are separate requests of vLLM's that share the prefix. A resumed prompt brings its output so far as a part of
+vLLM's prompt: what vLLM then counts or looks back over is corrected here, or refused where it cannot be.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,9 @@ SAMPLING: Mapping[str, Treatment] = {
     "grammar": Treatment.TRANSLATED,  # compiled by Baton's compiler, in place of vLLM's
     "beam_search": Treatment.REFUSED,  # vLLM searches above its engine, a request of one token per beam and step
 }
-"""Every field of `SamplingParams`. One that is refused, or not here, is refused by its name where it differs from its default."""
+"""Every field of `SamplingParams`. One that is refused, or not here,
+is refused by its name where it differs from its default.
+"""
 
 PROMPT: Mapping[str, Treatment] = {
     "prompt_tokens": Treatment.TRANSLATED,
@@ -151,8 +153,8 @@ def core_requests(seq_id: SeqId, prompt: Prompt) -> list[CoreRequest]:
 def receiver_draws_first(prompt: Prompt) -> bool:
     """Whether the first tokens are left to the worker that the prompt is handed to.
 
-    To vLLM what the computing worker drew is a part of the prompt there, so that whatever counts or looks back over the output would
-    miss it. The receiving worker then computes the prompt's last token again.
+    To vLLM what the computing worker drew is a part of the prompt there, so that whatever counts or looks back over the
+    output would miss it. The receiving worker then computes the prompt's last token again.
     """
     sampling = prompt.sampling
     return bool(
@@ -165,7 +167,9 @@ def receiver_draws_first(prompt: Prompt) -> bool:
 
 
 def prefill_request(seq_id: SeqId, prompt: Prompt) -> CoreRequest:
-    """Computes `prompt` for another worker, and ends with one token; it means nothing where the receiving worker draws the first."""
+    """Computes `prompt` for another worker, and ends with one token;
+    it means nothing where the receiving worker draws the first.
+    """
     request = core_requests(seq_id, prompt)[0]
     if receiver_draws_first(prompt):
         asked = {name: request.params[name] for name in ("prompt_logprobs", "detokenize")}
@@ -179,7 +183,9 @@ def prefill_request(seq_id: SeqId, prompt: Prompt) -> CoreRequest:
 
 
 def receive_requests(seq_id: SeqId, prompt: Prompt) -> list[CoreRequest]:
-    """What goes on from `prompt` once its KV is here, one per sample: the first waits for it, the others are to be added then."""
+    """What goes on from `prompt` once its KV is here, one per sample: the first waits for it,
+    the others are to be added then.
+    """
     generated = len(prompt.output_tokens) + (not receiver_draws_first(prompt))
     first, *others = core_requests(seq_id, prompt)
     params = _params(prompt, prompt.samples[0], generated) | {"prompt_logprobs": None}

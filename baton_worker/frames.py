@@ -1,4 +1,6 @@
-"""What a worker's next frame to one router carries: the tokens of all its sequences as columns, and what became of its legs."""
+"""What a worker's next frame to one router carries: the tokens of all its sequences as columns,
+and what became of its legs.
+"""
 
 from baton.blocks import BlockReport
 from baton.generation import TokenLogprobs, WorkerLoad
@@ -26,7 +28,9 @@ _NO_LOGPROBS = common_pb2.TokenLogprobs()
 
 
 class FrameBuilder:
-    """Collects what is pending for one router. Columns are plain lists: copied into the frame at once, not one by one."""
+    """Collects what is pending for one router. Columns are plain lists: copied into the frame at once,
+    not one by one.
+    """
 
     def __init__(self) -> None:
         self.step = 0

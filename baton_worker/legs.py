@@ -7,8 +7,8 @@
 
  any state of any kind ── FAILED (engine, hand-off) or CANCELLED (router)
 
-There is one table of legs. Three cores move them in it: `lifecycle.py` at the word of routers and of the engine, and the hand-offs
-of prefill_worker and decode_worker at that of other workers.
+There is one table of legs. Three cores move them in it: `lifecycle.py` at the word of routers and of the engine, and
+the hand-offs of prefill_worker and decode_worker at that of other workers.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """What routers and the engine do to a worker's legs: from a router's command to a leg's one end.
 
-The states stand in `legs.py`. What a hand-off does to a leg is the business of prefill_worker, which sends pages, and of
-decode_worker, which receives them (`ports.HandOffs`).
+The states stand in `legs.py`. What a hand-off does to a leg is the business of prefill_worker, which sends pages, and
+of decode_worker, which receives them (`ports.HandOffs`).
 """
 
 from collections import OrderedDict
@@ -308,7 +308,9 @@ class LegLifecycle:
         return [FailedMessage.of(leg, error), *self._advance(leg, event, now_s)]
 
     def _sampled(self, sampled: SampledTokens, now_s: float) -> list[WorkerAction]:
-        """Sorts the step's tokens into columns for each router. A prompt's first and a sample's last token move their leg on."""
+        """Sorts the step's tokens into columns for each router.
+        A prompt's first and a sample's last token move their leg on.
+        """
         actions: list[WorkerAction] = []
         columns: dict[StreamId, TokensMessage] = {}
         for place, (seq_id, finish) in enumerate(

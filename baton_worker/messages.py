@@ -39,7 +39,9 @@ KINDS_OF_ROLE: dict[Role, frozenset[LegKind]] = {
 """Kinds of legs that make a role: routers ask for them, and a change of role waits for those that the new one lacks."""
 
 STANDS_IN = frozenset({LegKind.GENERATE})
-"""Kinds that a worker takes in any role: a router asks a prefill worker for whole generations while no worker decodes."""
+"""Kinds that a worker takes in any role:
+a router asks a prefill worker for whole generations while no worker decodes.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,8 @@ class PrefilledMessage:
     """A leg's prompt was computed here, and where the time went.
 
     Attributes:
-        first_tokens: Of a prefill leg, none where the receiving worker draws them; those of a generate leg follow as `TokensMessage`.
+        first_tokens: Of a prefill leg, none where the receiving worker draws them;
+            those of a generate leg follow as `TokensMessage`.
     """
 
     stream: StreamId
@@ -195,7 +198,9 @@ class LinkProbedMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegBroken:
-    """A sampled token met a leg that cannot have drawn one: our own bug. The other tokens of its step are not touched."""
+    """A sampled token met a leg that cannot have drawn one: our own bug.
+    The other tokens of its step are not touched.
+    """
 
     error: InvariantError
 

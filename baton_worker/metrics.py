@@ -1,6 +1,7 @@
 """What a worker counts: its load, and what became of the legs that it was given.
 
-What only the half that sends pages or the one that receives them can count, that half counts. The `vllm:*` names are those that existing dashboards and gateway pickers read.
+What only the half that sends pages or the one that receives them can count, that half counts. The `vllm:*` names are
+those that existing dashboards and gateway pickers read.
 """
 
 from collections.abc import Callable, Iterator
@@ -78,7 +79,9 @@ class WorkerMetrics:
         self._refusals.handshakes.labels(field).inc()
 
     def connection_refused(self, reason: str) -> None:
-        """A connection to the arena was closed before its peer had proven itself; reasons are a closed set. From any thread."""
+        """A connection to the arena was closed before its peer had proven itself; reasons are a closed set.
+        From any thread.
+        """
         self._refusals.connections.labels(reason).inc()
 
     def observe(self, load: WorkerLoad, *, transfers_in_flight: int) -> None:

@@ -1,4 +1,6 @@
-"""What a worker needs from outside, beside its engine: its two halves, which send pages and receive them, and the pool."""
+"""What a worker needs from outside, beside its engine: its two halves, which send pages and receive them,
+and the pool.
+"""
 
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol, TypeVar
@@ -29,8 +31,8 @@ _Action = TypeVar("_Action", contravariant=True)
 class HandOffs(Protocol[_Event]):
     """What moves the hand-offs of one half's legs, on the side that sends pages or on the one that receives them.
 
-    `LegLifecycle` tells it of legs; `handle`, of its peers. Where a hand-off decides what becomes of a leg, it moves the leg in
-    the worker's `WorkerLegTable`.
+    `LegLifecycle` tells it of legs; `handle`, of its peers. Where a hand-off decides what becomes of a leg, it moves
+    the leg in the worker's `WorkerLegTable`.
     """
 
     def refusal(self, permit: Permit) -> BatonError | None:

@@ -1,4 +1,5 @@
-"""What a worker process offers besides its legs: health that looks at progress, status, drain, change of role, shutdown.
+"""What a worker process offers besides its legs: health that looks at progress, status, drain,
+change of role, shutdown.
 
 It knows the engine only as something that makes progress or has failed.
 """
@@ -277,8 +278,8 @@ class WorkerServer:
         return self._service.in_flight()
 
     def story_of(self, name: str) -> common_pb2.StoryReply:
-        """What happened here to the legs of a request, or to the block with that key, as far as it is remembered; by this worker's own
-        name what operators had it do.
+        """What happened here to the legs of a request, or to the block with that key, as far as it is remembered; by
+        this worker's own name what operators had it do.
         """
         return story_to_proto(
             self._service.hello.identity.worker_id,
@@ -312,7 +313,9 @@ class WorkerServer:
         self._told.record(worker, self._service.now_s(), f"{what}, by {by}")
 
     async def _check_forever(self) -> None:
-        """Sweeps whether or not there is new work. Without it leases would never end: a fault in it ends the process."""
+        """Sweeps whether or not there is new work. Without it leases would never end:
+        a fault in it ends the process.
+        """
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             try:

@@ -1,8 +1,8 @@
 """A worker's shell: routers, other workers and one engine, around the pure lifecycle of its legs.
 
-Whatever happens to a leg passes here: events in from all sides, and the actions that they come to out again. Everything happens
-on the event loop. The engine's thread and the pushers' threads only post to a mailbox, in whose order events are handled: a
-layer's export before the token that was drawn after it.
+Whatever happens to a leg passes here: events in from all sides, and the actions that they come to out again. Everything
+happens on the event loop. The engine's thread and the pushers' threads only post to a mailbox, in whose order events
+are handled: a layer's export before the token that was drawn after it.
 """
 
 import asyncio
@@ -157,7 +157,8 @@ class WorkerService:
         self._routers.report_load()
 
     def narrow_role(self, role: Role) -> None:
-        """Takes only those legs from now on that its role and `role` have in common, and those of `STANDS_IN`; tells the routers so.
+        """Takes only those legs from now on that its role and `role` have in common, and those of `STANDS_IN`;
+        tells the routers so.
 
         Raises:
             InvalidRequestError: It can never take all legs of `role`.
@@ -190,8 +191,8 @@ class WorkerService:
         return self._lifecycle.transfers_in_flight()
 
     def story_of(self, name: str) -> Sequence[StoryEntry]:
-        """What happened here to the legs of the request `name`, their hand-offs and their sequences, or to the block with this key in
-        hexadecimal, as far as it is remembered; in order of time.
+        """What happened here to the legs of the request `name`, their hand-offs and their sequences, or to the block
+        with this key in hexadecimal, as far as it is remembered; in order of time.
         """
         key = None
         with suppress(ValueError):  # of a request's name

@@ -1,7 +1,8 @@
 """All routers' streams with a worker: which are open, and what each of them is told.
 
-Commands come in one by one, frames go out in batches: whatever has become pending while the last frame was being written
-leaves in the next one. A router that keeps up gets a frame per engine step, a slower one gets fewer and larger frames.
+Commands come in one by one, frames go out in batches: whatever has become pending while the last frame was being
+written leaves in the next one. A router that keeps up gets a frame per engine step,
+a slower one gets fewer and larger frames.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
 The engine's own scheduler, with steps that take what a formula says (`bench.simulated.engine`), in three comparisons:
 
-- static against continuous batching: the share of its seats' time that an engine decodes in, when a batch is replaced once its
-  last text has ended, and when texts join and leave between any two steps;
+- static against continuous batching: the share of its seats' time that an engine decodes in, when a batch is replaced
+  once its last text has ended, and when texts join and leave between any two steps;
 - a fixed token budget against one that keeps a time between tokens, while prompts of 2,000 tokens keep arriving;
 - prompts by arrival against prompts by slack: whose promised first token comes in time, near the engine's capacity.
 """

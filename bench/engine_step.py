@@ -1,8 +1,9 @@
-"""Where the time of one engine step goes, without scheduler, transfer or HTTP: `python -m bench.engine_step [--json FILE]`.
+"""Where the time of one engine step goes, without scheduler, transfer or HTTP:
+`python -m bench.engine_step [--json FILE]`.
 
-Random weights. Decode steps at several batch sizes over contexts of one length, and one chunk of a prompt, each split into what can be
-timed from outside: the step's tensors, the layers (attention once more by itself), the output head, the draw. Figures are
-medians in milliseconds: `qwen370m_decode_b8_layers_ms`; rates are tokens per second.
+Random weights. Decode steps at several batch sizes over contexts of one length, and one chunk of a prompt, each split
+into what can be timed from outside: the step's tensors, the layers (attention once more by itself), the output head,
+the draw. Figures are medians in milliseconds: `qwen370m_decode_b8_layers_ms`; rates are tokens per second.
 """
 
 import argparse

@@ -1,13 +1,14 @@
 """Roles that follow the load against every fixed ratio of as many workers: `python -m bench.fluid_roles [--json FILE]`.
 
-A day of requests, pressed into `--day` seconds, goes through the router's own core and its own planner (`router.roles.planner`) against
-simulated workers on a simulated clock. Over the day prompts and outputs change their lengths: conversations (short prompts, long
-answers) in the morning and the evening, documents (long prompts, short answers) around noon and, fewer, at night, with an hour between them
-in which the one gives way to the other. The same day is then served by each fixed ratio of as many workers.
+A day of requests, pressed into `--day` seconds, goes through the router's own core and its own planner
+(`router.roles.planner`) against simulated workers on a simulated clock. Over the day prompts and outputs change their
+lengths: conversations (short prompts, long answers) in the morning and the evening, documents (long prompts, short
+answers) around noon and, fewer, at night, with an hour between them in which the one gives way to the other. The same
+day is then served by each fixed ratio of as many workers.
 
-A request is served well if its first token came within `--ttft` and its tokens within `--tbt` of each other on average. `attainment_fluid` is
-their share with the planner, `attainment_best_fixed` that of the ratio which was best in hindsight. A change of a role is an oscillation if
-another one takes it back before two cool-downs have passed.
+A request is served well if its first token came within `--ttft` and its tokens within `--tbt` of each other on average.
+`attainment_fluid` is their share with the planner, `attainment_best_fixed` that of the ratio which was best in
+hindsight. A change of a role is an oscillation if another one takes it back before two cool-downs have passed.
 """
 
 import argparse
@@ -26,7 +27,9 @@ from router.roles.planner import PlannerPolicy, RolePlanner
 _SPEED = Speed(
     prompt_s=0.012, token_s=2e-4, attention_s=6e-10, step_s=0.02, sequence_s=1e-3, context_s=1e-6
 )
-"""About those of an 8B model on a small GPU: 5,000 tokens of prompt per second, 17 conversations at 50 ms between tokens."""
+"""About those of an 8B model on a small GPU: 5,000 tokens of prompt per second,
+17 conversations at 50 ms between tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,9 @@
-"""Everything that a GPU has to tell about Baton, in one command and ten minutes: `python -m bench.gpu_day [--json FILE]`.
+"""Everything that a GPU has to tell about Baton, in one command and ten minutes:
+`python -m bench.gpu_day [--json FILE]`.
 
-Stage after stage, each in a process of its own with a deadline, so that what breaks or hangs costs its own figures only; the report is written after
-each of them. What the engine, its kernels and the hand-off need is enough: torch, Triton, numpy, psutil, grpcio, xxhash, pytest.
+Stage after stage, each in a process of its own with a deadline, so that what breaks or hangs costs its own figures
+only; the report is written after each of them. What the engine, its kernels and the hand-off need is enough: torch,
+Triton, numpy, psutil, grpcio, xxhash, pytest.
 
     ceilings      versions; rates of a copy, of reading and of a product
     compile       all kernels, several at a time
@@ -13,9 +15,9 @@ each of them. What the engine, its kernels and the hand-off need is enough: torc
     kernels       each kernel alone
     digest        torch's profile of a step
 
-Figures of the goals: `correct` (1 if all is right), `decode_roofline_b1` and `_b64` (0.75), `prefill_peak_2k` (0.6) and `_8k`, `handoff_over_copy_64k` and
-`_1m` (0.8 from 256 KiB on), `stages_failed`. Without a GPU every stage runs in miniature, on host memory and under Triton's
-interpreter: `on_gpu` is 0, and no figure says anything about a GPU.
+Figures of the goals: `correct` (1 if all is right), `decode_roofline_b1` and `_b64` (0.75), `prefill_peak_2k` (0.6) and
+`_8k`, `handoff_over_copy_64k` and `_1m` (0.8 from 256 KiB on), `stages_failed`. Without a GPU every stage runs in
+miniature, on host memory and under Triton's interpreter: `on_gpu` is 0, and no figure says anything about a GPU.
 """
 
 import argparse

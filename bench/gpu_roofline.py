@@ -1,16 +1,19 @@
-"""How near the engine comes to what a GPU can do: `python -m bench.gpu_roofline [--json FILE]`; under ten minutes on an H200.
+"""How near the engine comes to what a GPU can do: `python -m bench.gpu_roofline [--json FILE]`;
+under ten minutes on an H200.
 
-For each shape: kernels held against float64; decode steps, prompts and kernels alone, each as a share of the bytes that must
-be read, or read and written, at the measured rates of reading and of a copy, or of the operations at that of a bfloat16 product. Figures are named
-`decode_SHAPE_bBATCH_cCONTEXT_...`, `decode_attention_...`, `prefill_SHAPE_nTOKENS_...`, `prefill_attention_...`, `rms_norm_...`:
+For each shape: kernels held against float64; decode steps, prompts and kernels alone, each as a share of the bytes that
+must be read, or read and written, at the measured rates of reading and of a copy, or of the operations at that of a
+bfloat16 product. Figures are named `decode_SHAPE_bBATCH_cCONTEXT_...`, `decode_attention_...`,
+`prefill_SHAPE_nTOKENS_...`, `prefill_attention_...`, `rms_norm_...`:
 
     fraction           of the ceiling; for a decode step from its plan to its tokens on the host
     kernels_fraction   the same for the step's kernels in one graph, without the host
     overhead           share of a step in which none of them runs
 
-With `--kv-cache-dtype fp8_e4m3` the same from pages of 8 bits, with `--deterministic` with the kernels that give a request the same
-bits in any batch, with `--compile` with what lies between the kernels compiled. What does not fit into memory is left out, as is what would begin after `--limit-s`; both are said. The goals: decode 0.80 at
-batch 1 and 64 with 8k of context, its attention 0.85, prefill 0.65, its attention 0.60, overhead 0.08.
+With `--kv-cache-dtype fp8_e4m3` the same from pages of 8 bits, with `--deterministic` with the kernels that give a
+request the same bits in any batch, with `--compile` with what lies between the kernels compiled. What does not fit into
+memory is left out, as is what would begin after `--limit-s`; both are said. The goals: decode 0.80 at batch 1 and 64
+with 8k of context, its attention 0.85, prefill 0.65, its attention 0.60, overhead 0.08.
 """
 
 import argparse
@@ -77,7 +80,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--shapes", nargs="+", choices=GPU_SHAPES, default=list(GPU_SHAPES))
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto")

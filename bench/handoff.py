@@ -1,18 +1,20 @@
-"""How fast KV moves from one process to another, and what that costs a request: `python -m bench.handoff [--json FILE]`.
+"""How fast KV moves from one process to another, and what that costs a request:
+`python -m bench.handoff [--json FILE]`.
 
-Copying (`bench.transfer.copying`): for each page size every backend that is installed here pushes all pages of one region into a region
-that another process owns, in random order, taking turns with plain memory copies and with the libraries' own tools
-(`bench.transfer.perftools`). Medians over the rounds: `shm_16k_gb_s`, and the ratios `shm_over_memcpy_16k` (one piece),
-`shm_over_memcpy_pages_16k` (the same pages in the same order), `ucx_over_perftool_16k`.
+Copying (`bench.transfer.copying`): for each page size every backend that is installed here pushes all pages of one
+region into a region that another process owns, in random order, taking turns with plain memory copies and with the
+libraries' own tools (`bench.transfer.perftools`). Medians over the rounds: `shm_16k_gb_s`, and the ratios
+`shm_over_memcpy_16k` (one piece), `shm_over_memcpy_pages_16k` (the same pages in the same order),
+`ucx_over_perftool_16k`.
 
-Bookkeeping: `reserve_cpu_us`, `commit_cpu_us` and `release_cpu_us` of a transfer of 1,000 pages, and `checksum_16k_gb_s`, what one core
-hashes of pages of a layer; see `bench.protocol`.
+Bookkeeping: `reserve_cpu_us`, `commit_cpu_us` and `release_cpu_us` of a transfer of 1,000 pages, and
+`checksum_16k_gb_s`, what one core hashes of pages of a layer; see `bench.protocol`.
 
-Serving: one prefill and one decode worker answer prompts of several lengths. `handoff_share_of_ttft_2k` is the part of the
-hand-off that was not hidden behind computing (from the first token to the commit that the decode worker answered), over
-the time to the first token as the router saw it. The prefill worker sends the first token at once, so it is the second
-token that waits for this part. Prompts of 8k tokens take minutes to prefill on a few cores; there is one of them, and standard
-error says how far the run is.
+Serving: one prefill and one decode worker answer prompts of several lengths. `handoff_share_of_ttft_2k` is the part of
+the hand-off that was not hidden behind computing (from the first token to the commit that the decode worker answered),
+over the time to the first token as the router saw it. The prefill worker sends the first token at once, so it is the
+second token that waits for this part. Prompts of 8k tokens take minutes to prefill on a few cores; there is one of
+them, and standard error says how far the run is.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """How fast KV moves from one process to another within one GPU: `python -m bench.handoff_gpu [--json FILE]`.
 
 For each page size every way that works here pushes all pages of one arena, in random order, into an arena that another
-process owns, in one push, alternating with one plain device copy of as many bytes in this process. Figures are medians over the rounds:
-`cuda_ipc_16k_gb_s` and `cuda_ipc_over_device_copy_16k` (the driver's copies), `kernel_...` (the same way with the Triton
-kernel, where there is one), `nixl_...` where NIXL is installed. The goal is 0.8 of the device copy.
+process owns, in one push, alternating with one plain device copy of as many bytes in this process. Figures are medians
+over the rounds: `cuda_ipc_16k_gb_s` and `cuda_ipc_over_device_copy_16k` (the driver's copies), `kernel_...` (the same
+way with the Triton kernel, where there is one), `nixl_...` where NIXL is installed. The goal is 0.8 of the device copy.
 """
 
 import argparse

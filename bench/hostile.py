@@ -1,18 +1,19 @@
 """What one hostile client costs the others: `python -m bench.hostile [--json FILE] [--only ATTACK ...]`.
 
-A real `baton serve` with a simulated worker (`baton run simulated`). While each attack runs, a canary in a process of its own asks
-for `/health` and for a short streamed completion every few milliseconds. Most attacks are bodies of nearly `router.max_body_bytes`;
-some are honest requests of the largest size.
+A real `baton serve` with a simulated worker (`baton run simulated`). While each attack runs, a canary in a process of
+its own asks for `/health` and for a short streamed completion every few milliseconds. Most attacks are bodies of nearly
+`router.max_body_bytes`; some are honest requests of the largest size.
 
-Figures, for each attack: `ATTACK_stall_ms`, what the router's event loop does: the longest that the canary waited for `/health`, or in a
-completion after its first token, less what it waits at the median when nobody attacks. Parts of that wait, never taken off it:
-`ATTACK_loop_cpu_ms`, in which the thread of the event loop computed, and `ATTACK_run_delay_ms`, in which that thread or the canary could
-have run while the kernel gave the processors to others; the rest of it the loop waited for Python's lock, or for nothing.
-`ATTACK_completion_ms`, the like of the stall for whole completions, which may also wait for a free worker and count in no stall;
-`ATTACK_memory_mb`, the router's largest resident memory while it ran, less what it holds when idle after its start;
-`ATTACK_children_mb`, the largest of its child processes together (chat templates, long texts); and `ATTACK_status`, the HTTP status of
-the last reply (0: closed without one). `worst_stall_ms` and its like are the largest of all attacks.
-`trailer_names_request`: 1 if a request id in a trailer came back as that of the request.
+Figures, for each attack: `ATTACK_stall_ms`, what the router's event loop does: the longest that the canary waited for
+`/health`, or in a completion after its first token, less what it waits at the median when nobody attacks. Parts of that
+wait, never taken off it: `ATTACK_loop_cpu_ms`, in which the thread of the event loop computed, and
+`ATTACK_run_delay_ms`, in which that thread or the canary could have run while the kernel gave the processors to others;
+the rest of it the loop waited for Python's lock, or for nothing. `ATTACK_completion_ms`, the like of the stall for
+whole completions, which may also wait for a free worker and count in no stall; `ATTACK_memory_mb`, the router's largest
+resident memory while it ran, less what it holds when idle after its start; `ATTACK_children_mb`, the largest of its
+child processes together (chat templates, long texts); and `ATTACK_status`, the HTTP status of the last reply (0: closed
+without one). `worst_stall_ms` and its like are the largest of all attacks. `trailer_names_request`: 1 if a request id
+in a trailer came back as that of the request.
 """
 
 import argparse
@@ -233,8 +234,8 @@ def _router() -> psutil.Process:
 
 @contextmanager
 def _cluster(directory: Path, model: str) -> Iterator[str]:
-    """A router's URL, and two fast workers behind it, each with room for any prompt: one can be the canary's while the other computes.
-    They give way to the router where there are too few cores.
+    """A router's URL, and two fast workers behind it, each with room for any prompt: one can be the canary's while the
+    other computes. They give way to the router where there are too few cores.
     """
     addresses = [f"unix:{directory}/worker{number}.sock" for number in range(2)]
     config = directory / "cluster.yaml"
@@ -302,7 +303,9 @@ def _chunked(path: str, chunks: bytes) -> bytes:
 def _filled(
     path: str, head: dict[str, object], field: str, begin: str, part: str, end: str
 ) -> bytes:
-    """A body of nearly the largest size: `head`, and `field` with as many of `part` as fit; `{}` in it is their number."""
+    """A body of nearly the largest size: `head`, and `field` with as many of `part` as fit;
+    `{}` in it is their number.
+    """
     parts, size, number = [], 0, 0
     while size < _BODY:
         parts.append(part.format(number) if "{}" in part else part)

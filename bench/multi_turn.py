@@ -1,14 +1,15 @@
 """What a pool is worth to chats: `python -m bench.multi_turn [--json FILE]`.
 
-Some users talk in turns to one prefill and one decode worker whose own caches are too small for all of their histories. Two clusters
-stand side by side, one with a pool and one without, and take each turn of each user one after the other, so neither noise nor
-queueing falls on one of them alone. Both have the same memory for KV pages on either worker, and local prefix caches in it; the pool's
-slab comes on top of that, as memory that a host has and an engine does not. Until the caches overflow, in the third turn by default,
-there is nothing that a pool could bring.
+Some users talk in turns to one prefill and one decode worker whose own caches are too small for all of their histories.
+Two clusters stand side by side, one with a pool and one without, and take each turn of each user one after the other,
+so neither noise nor queueing falls on one of them alone. Both have the same memory for KV pages on either worker, and
+local prefix caches in it; the pool's slab comes on top of that, as memory that a host has and an engine does not. Until
+the caches overflow, in the third turn by default, there is nothing that a pool could bring.
 
-Figures: `ttft_ms_pool_turnN`, `ttft_ms_alone_turnN` (medians over users), their ratio `ttft_ratio_turnN`, and `ttft_ratio_from_turn_3`, the
-ratio of the medians over all turns from the third on. Of the same turns, medians of what the router says of its requests: `queue_ms_SIDE`, `prefill_ms_SIDE` and
-`unhidden_ms_SIDE`, which a hand-off added after that; `computed_tokens_SIDE` of each prompt, `pooled_tokens_SIDE`.
+Figures: `ttft_ms_pool_turnN`, `ttft_ms_alone_turnN` (medians over users), their ratio `ttft_ratio_turnN`, and
+`ttft_ratio_from_turn_3`, the ratio of the medians over all turns from the third on. Of the same turns, medians of what
+the router says of its requests: `queue_ms_SIDE`, `prefill_ms_SIDE` and `unhidden_ms_SIDE`, which a hand-off added after
+that; `computed_tokens_SIDE` of each prompt, `pooled_tokens_SIDE`.
 """
 
 import argparse
@@ -48,7 +49,9 @@ class Turn:
     timing: dict[str, float]
 
     def part(self, name: str) -> float:
-        """One of the figures of `timing`: seconds or tokens; `computed_tokens` are those of the prompt found nowhere."""
+        """One of the figures of `timing`: seconds or tokens;
+        `computed_tokens` are those of the prompt found nowhere.
+        """
         if name == "computed_tokens":
             found = self.timing["cached_tokens"] + self.timing["pooled_tokens"]
             return self.timing["prompt_tokens"] - found

@@ -1,4 +1,5 @@
-"""What another server's clients see when its processes fail: `python -m bench.peer_faults --vllm-python PATH [--json FILE]`.
+"""What another server's clients see when its processes fail:
+`python -m bench.peer_faults --vllm-python PATH [--json FILE]`.
 
 Ten clients stream from one server at a time, and a fault comes while all of them decode:
 
@@ -8,14 +9,15 @@ engine_stopped    SIGSTOP of it, for `--stopped` seconds, then SIGCONT
 server_killed     kill -9 of the process that speaks HTTP
 clients_leave     five of the ten clients close their connections
 
-All run the same model under the same faults: `vllm` (hybrid, as `vllm serve` starts it, but for `--enforce-eager`), `vllm_nixl_pd` (vLLM's own
-prefill and decode server), `baton` (one hybrid worker), `baton_vllm` (the same with vLLM as its engine) and `baton_vllm_pd` (a prefill and a
-decode worker with vLLM); the last two run in vLLM's environment, too. Figures are numbers of streams, of the ten or of the five that stayed:
-`SERVER_FAULT_completed`, `_errors` (the stream said so), `_broken` (the connection ended before the stream) and `_open` (not at its end
-`--patience` seconds after the fault); `_late_tokens`, of those completed or open, which got tokens more than two seconds after the fault; of
-`engine_stopped` also `_open_at_continue`, and `_went_on`, which got tokens after SIGCONT. And seconds after the fault: `_known_s`, until the
-last of the failed streams had failed; `_served_s`, until a new request was answered, absent if none was. A server that does not
-come up is absent, and `absent_SERVER_FAULT` among the settings says why.
+All run the same model under the same faults: `vllm` (hybrid, as `vllm serve` starts it, but for `--enforce-eager`),
+`vllm_nixl_pd` (vLLM's own prefill and decode server), `baton` (one hybrid worker), `baton_vllm` (the same with vLLM as
+its engine) and `baton_vllm_pd` (a prefill and a decode worker with vLLM); the last two run in vLLM's environment, too.
+Figures are numbers of streams, of the ten or of the five that stayed: `SERVER_FAULT_completed`, `_errors` (the stream
+said so), `_broken` (the connection ended before the stream) and `_open` (not at its end `--patience` seconds after the
+fault); `_late_tokens`, of those completed or open, which got tokens more than two seconds after the fault; of
+`engine_stopped` also `_open_at_continue`, and `_went_on`, which got tokens after SIGCONT. And seconds after the fault:
+`_known_s`, until the last of the failed streams had failed; `_served_s`, until a new request was answered, absent if
+none was. A server that does not come up is absent, and `absent_SERVER_FAULT` among the settings says why.
 """
 
 import argparse
@@ -63,8 +65,8 @@ _ENGINES = {
 }
 _PREFILLS = {"vllm_nixl_pd": "VLLM::Worker", "baton_vllm_pd": "baton_cluster.roles prefill"}
 _HTTP = {"vllm": "api_?server", "vllm_nixl_pd": "nixl_proxy", **dict.fromkeys(_OURS, _ROUTER)}
-"""By what in their command lines each server's processes are known (patterns, in any case). Of vLLM's own pair the one that prefills was
-started first.
+"""By what in their command lines each server's processes are known (patterns, in any case). Of vLLM's own pair the one
+that prefills was started first.
 """
 
 

@@ -1,9 +1,10 @@
 """What the pool costs on one host: `python -m bench.pool [--json FILE]`.
 
-Commits: chains are reserved and committed at a node's ledger whose memory is full, so that each block pushes out another one, and
-what routers and directory are to be told is taken after each chain. No byte is copied; one core, one tenant. By the clock, and by the
-processor's time (`commits_per_cpu_s_POLICY`).
-Lookups: chains of 2,000 blocks at the directory in memory and at one in a redis-server of the benchmark's own (`bench.kvpool.directories`).
+Commits: chains are reserved and committed at a node's ledger whose memory is full, so that each block pushes out
+another one, and what routers and directory are to be told is taken after each chain. No byte is copied; one core, one
+tenant. By the clock, and by the processor's time (`commits_per_cpu_s_POLICY`).
+Lookups: chains of 2,000 blocks at the directory in memory and at one in a redis-server of the benchmark's own
+(`bench.kvpool.directories`).
 """
 
 import argparse

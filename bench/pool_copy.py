@@ -1,12 +1,12 @@
-"""Getting resident blocks out of the slab, and putting them there, against one memcpy of the same bytes, in the same run:
-`python -m bench.pool_copy [--json FILE]`. A part of `bench.pool`.
+"""Getting resident blocks out of the slab, and putting them there, against one memcpy of the same bytes, in the same
+run: `python -m bench.pool_copy [--json FILE]`. A part of `bench.pool`.
 
-A get is what an engine does: `start_load_kv`, `wait_for_layer_load` for each layer, `finish_load_kv`, by the reader's own thread, checksums compared; a
-put is the writer's call. Blocks and pages are in random order; both regions are shared memory, touched before. `unverified`: the
-same get, rows copied by `kv_transfer.memory.pages` and nothing hashed.
+A get is what an engine does: `start_load_kv`, `wait_for_layer_load` for each layer, `finish_load_kv`, by the reader's
+own thread, checksums compared; a put is the writer's call. Blocks and pages are in random order; both regions are
+shared memory, touched before. `unverified`: the same get, rows copied by `kv_transfer.memory.pages` and nothing hashed.
 
-Blocks as models have them: 192 KiB are 16 tokens of Qwen2.5-0.5B in bfloat16 (24 layers, rows of 8 KiB), 8 MiB are 64 tokens of
-Llama-3.1-8B (32 layers, rows of 256 KiB). 16 KiB, rows of 2 KiB, is smaller than any.
+Blocks as models have them: 192 KiB are 16 tokens of Qwen2.5-0.5B in bfloat16 (24 layers, rows of 8 KiB), 8 MiB are 64
+tokens of Llama-3.1-8B (32 layers, rows of 256 KiB). 16 KiB, rows of 2 KiB, is smaller than any.
 """
 
 import argparse
@@ -209,7 +209,9 @@ def _alternate(ways: dict[str, Way], num_bytes: int, rounds: int) -> dict[str, f
 
 
 def measure_all(region_bytes: int, rounds: int) -> dict[str, float]:
-    """Figures for every size of block, told as they come; `get_over_memcpy` is the worst of them, `…_192k` that of the models here."""
+    """Figures for every size of block, told as they come; `get_over_memcpy` is the worst of them,
+    `…_192k` that of the models here.
+    """
     figures: dict[str, float] = {}
     for label, block_bytes in BLOCK_BYTES.items():
         copying = PoolCopying(block_bytes=block_bytes, region_bytes=region_bytes, rounds=rounds)
@@ -228,7 +230,7 @@ def measure_all(region_bytes: int, rounds: int) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--region-mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=9)

@@ -1,11 +1,13 @@
 """How fast a pool node gets blocks from another one: `python -m bench.pool_peers [--json FILE]`.
 
-Two nodes, each a process with a worker of its own, share a directory in a redis-server of the benchmark's. The worker of one puts a text; the
-other's leases it, again and again until it has all of it: directory, question, session, bytes, and every block hashed by the node that
-fetched it, as for a prompt. Each backend that is installed here, and one plain copy of the same bytes by libc, in the same run.
+Two nodes, each a process with a worker of its own, share a directory in a redis-server of the benchmark's. The worker
+of one puts a text; the other's leases it, again and again until it has all of it: directory, question, session, bytes,
+and every block hashed by the node that fetched it, as for a prompt. Each backend that is installed here, and one plain
+copy of the same bytes by libc, in the same run.
 
-Figures, medians over the rounds: `BACKEND_LABEL_gb_s`, `BACKEND_over_memcpy_LABEL`, by size of block (`bench.pool_copy` says which model
-has which); `BACKEND_one_block_ms`, of a text of one 192 KiB block; `BACKEND_first_ms`, of the first one, for which the session is opened.
+Figures, medians over the rounds: `BACKEND_LABEL_gb_s`, `BACKEND_over_memcpy_LABEL`, by size of block (`bench.pool_copy`
+says which model has which); `BACKEND_one_block_ms`, of a text of one 192 KiB block; `BACKEND_first_ms`, of the first
+one, for which the session is opened.
 """
 
 import argparse

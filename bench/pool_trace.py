@@ -1,7 +1,7 @@
 """What a pool of a given size would find on a real trace: `python -m bench.pool_trace --trace FILE [--json FILE]`.
 
-The blocks of a trace (Mooncake's format, `bench.harness.trace`; 512 tokens each) go through the ledger that a pool node runs
-(`bench.kvpool.replay`): each request reads the longest held beginning of its prompt and puts the rest.
+The blocks of a trace (Mooncake's format, `bench.harness.trace`; 512 tokens each) go through the ledger that a pool node
+runs (`bench.kvpool.replay`): each request reads the longest held beginning of its prompt and puts the rest.
 
 - With room for everything: the share of blocks that any cache could find.
 - By capacity and eviction policy.

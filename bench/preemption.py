@@ -1,9 +1,10 @@
 """What it takes a preempted sequence to come back: from the pool, or computed again:
 `python -m bench.preemption [--shape qwen370m] [--contexts 256 1024] [--json FILE]`.
 
-Two sequences of one length decode in an arena that is too small for both, so that the later one is preempted. Then everything
-that no sequence uses is dropped from the prefix cache, as a crowd would, and the other one is aborted. Timed is from the step in
-which the preempted one is taken in again to its next token, in the same engine twice: connected to a pool, and not.
+Two sequences of one length decode in an arena that is too small for both, so that the later one is preempted. Then
+everything that no sequence uses is dropped from the prefix cache, as a crowd would, and the other one is aborted. Timed
+is from the step in which the preempted one is taken in again to its next token, in the same engine twice:
+connected to a pool, and not.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """What the hand-off's protocol and checksums cost in CPU time, without any KV being moved.
 
-`measure` carries one transfer of `num_blocks` pages over both pure cores and all their messages, as they cross the wire, and
-adds up what each side spends on reserving, committing and releasing. `python -m bench.protocol [--json FILE]` prints it, with the
-rate of the checksums.
+`measure` carries one transfer of `num_blocks` pages over both pure cores and all their messages, as they cross the
+wire, and adds up what each side spends on reserving, committing and releasing. `python -m bench.protocol [--json FILE]`
+prints it, with the rate of the checksums.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """What a decision and a whole request cost one router: `python -m bench.route [--json FILE]`.
 
-100 workers report a million blocks; then prompts of 100,000 token ids arrive, each going on from a text that some workers
-hold some part of, while workers keep reporting what they store and evict. All of it goes through the router's own classes on
-one thread, as in its event loop. Times are CPU time: whatever else runs on this machine takes no part in them, beyond
-the caches that it empties.
+100 workers report a million blocks; then prompts of 100,000 token ids arrive, each going on from a text that some
+workers hold some part of, while workers keep reporting what they store and evict. All of it goes through the router's
+own classes on one thread, as in its event loop. Times are CPU time: whatever else runs on this machine takes no part in
+them, beyond the caches that it empties.
 
 A decision (`decision_*`) finds how much of the prompt each worker holds, prices the workers, looks whether the chosen
 one has room, and remembers the choice. A request (`request_cpu_ms`) is all of the router's work from the body's bytes

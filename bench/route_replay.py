@@ -1,12 +1,14 @@
 """The routing policies against each other on a real trace: `python -m bench.route_replay --trace FILE [--json FILE]`.
 
-The first requests of a trace (Mooncake's format, `bench.harness.trace`) go through the router's own core, dispatch, index, policy and
-learning included, against simulated workers (`bench.simulated.cluster`) on a simulated clock. What the predictions begin
-with differs from what the workers really take: they are learned on the way, from what real workers report too.
+The first requests of a trace (Mooncake's format, `bench.harness.trace`) go through the router's own core, dispatch,
+index, policy and learning included, against simulated workers (`bench.simulated.cluster`) on a simulated clock. What
+the predictions begin with differs from what the workers really take: they are learned on the way,
+from what real workers report too.
 
-The cluster is mixed, as clusters become: of the prefill workers a third takes twice as long, of the decode workers one in
-three half as long again, and links cross between two racks at a tenth of the speed within one. The speeds are about those of
-a 70B model on nodes of eight GPUs. `--uniform` makes all alike. Admission's line is left out: it would hide what routing does.
+The cluster is mixed, as clusters become: of the prefill workers a third takes twice as long, of the decode workers one
+in three half as long again, and links cross between two racks at a tenth of the speed within one. The speeds are about
+those of a 70B model on nodes of eight GPUs. `--uniform` makes all alike. Admission's line is left out:
+it would hide what routing does.
 """
 
 import argparse

@@ -1,20 +1,21 @@
 """How many tokens one router moves from workers to streaming clients: `python -m bench.router_stream [--json FILE]`.
 
-A real `baton serve` without workers of its own, workers without an engine in another process and the clients in a third. The
-router may use one core only. Decode workers step at an engine's pace, each for its share of the clients, so that frames are as full
-as an engine's: with a step every `--step-ms` the router is offered more than it can move, and every `--calm-step-ms` (figures that
-begin with `calm_`) less.
+A real `baton serve` without workers of its own, workers without an engine in another process and the clients in a
+third. The router may use one core only. Decode workers step at an engine's pace, each for its share of the clients, so
+that frames are as full as an engine's: with a step every `--step-ms` the router is offered more than it can move, and
+every `--calm-step-ms` (figures that begin with `calm_`) less.
 
-With `--transport tcp` router and workers speak TCP, in turn with TLS, as the product does, and in the clear: figures begin with
-`tls_` and `plain_` and are medians of `--pairs` runs each, `tls_over_plain_router_cpu` is the median of the pairs' ratios, and
-`connect_ms` is from dialling to the worker's greeting.
+With `--transport tcp` router and workers speak TCP, in turn with TLS, as the product does, and in the clear: figures
+begin with `tls_` and `plain_` and are medians of `--pairs` runs each, `tls_over_plain_router_cpu` is the median of the
+pairs' ratios, and `connect_ms` is from dialling to the worker's greeting.
 
-With `--reasoning-parser NAME` chats whose text has to be looked through for reasoning of that family, in turn with chats whose text need not be: figures
-that begin with `parsed_` and `unparsed_`, and `parsed_over_unparsed_router_cpu`, in the same way.
+With `--reasoning-parser NAME` chats whose text has to be looked through for reasoning of that family, in turn with
+chats whose text need not be: figures that begin with `parsed_` and `unparsed_`,
+and `parsed_over_unparsed_router_cpu`, in the same way.
 
 Figures: `tokens_per_s` is tokens per second of the router's CPU time, which is what a core of its own would move;
-`wall_tokens_per_s` is what was moved on this machine beside whatever else ran there; `offered_tokens_per_s` what the engines would
-draw if nothing held them up; `gap_*` is the time between two reads of one client.
+`wall_tokens_per_s` is what was moved on this machine beside whatever else ran there; `offered_tokens_per_s` what the
+engines would draw if nothing held them up; `gap_*` is the time between two reads of one client.
 """
 
 import argparse
@@ -100,7 +101,9 @@ def _sides(
 
 
 def _in_turn(sides: dict[str, Callable[[], dict[str, float]]], pairs: int) -> dict[str, float]:
-    """Of two sides the medians of `pairs` runs each, each of them first in every other pair, and the pairs' ratio of the first to the second."""
+    """Of two sides the medians of `pairs` runs each, each of them first in every other pair,
+    and the pairs' ratio of the first to the second.
+    """
     if len(sides) == 1:
         (measure,) = sides.values()
         return measure()

@@ -1,7 +1,7 @@
 """Throughput and latency of a whole cluster on this machine, over HTTP: `python -m bench.serving [--json FILE]`.
 
-Runs one prefill and one decode worker, then one hybrid worker on the same cores, at each level of concurrency. Figures of the first
-are named plainly (`output_tok_s_c8`), those of the second begin with `hybrid_`.
+Runs one prefill and one decode worker, then one hybrid worker on the same cores, at each level of concurrency. Figures
+of the first are named plainly (`output_tok_s_c8`), those of the second begin with `hybrid_`.
 """
 
 import argparse

@@ -1,14 +1,19 @@
-"""What guessed tokens bring: `python -m bench.speculation [--shape llama116m] [--rounds N] [--only WAY ...] [--batches N ...] [--json FILE]`.
+"""What guessed tokens bring: `python -m bench.speculation [--shape llama116m] [--rounds N] [--only WAY ...] [--batches
+N ...] [--json FILE]`.
 
-Two engines over one model, one with drafts and one without, in turns, each in a process of its own: drafts from n-grams; by suffix, from the text and from the outputs before
-it; from a draft model, the first two layers of the model under the same head; from one that is always wrong, whose head names another token; and from the model itself, all of whose drafts have to
-be accepted, though they cost as much as they bring. The model has random weights, but for its head, which
-makes it say a passage of 64 tokens over and over; what it draws at a temperature leaves the passage every dozen tokens and goes on at another
-place of it, as edited code or an extracted text repeats what stands before, with changes. Random text is drawn from 24 tokens alike, so that
-pairs of them come again while what followed is mostly wrong: drafts are found, and the engine has to learn that they do not pay. Recurring text is
-the passage behind prompts that hold a few of its tokens: an answer repeats the answers before it, but not its prompt. That both engines say the same is counted.
+Two engines over one model, one with drafts and one without, in turns, each in a process of its own: drafts from
+n-grams; by suffix, from the text and from the outputs before it; from a draft model, the first two layers of the model
+under the same head; from one that is always wrong, whose head names another token; and from the model itself, all of
+whose drafts have to be accepted, though they cost as much as they bring. The model has random weights, but for its
+head, which makes it say a passage of 64 tokens over and over; what it draws at a temperature leaves the passage every
+dozen tokens and goes on at another place of it, as edited code or an extracted text repeats what stands before, with
+changes. Random text is drawn from 24 tokens alike, so that pairs of them come again while what followed is mostly
+wrong: drafts are found, and the engine has to learn that they do not pay. Recurring text is the passage behind prompts
+that hold a few of its tokens: an answer repeats the answers before it, but not its prompt.
+That both engines say the same is counted.
 
-What looking drafts up takes is measured without a model: Python sources of the standard library are read on in, as if all drafts were verified, by the words behind the first 1,000 of each.
+What looking drafts up takes is measured without a model: Python sources of the standard library are read on in, as if
+all drafts were verified, by the words behind the first 1,000 of each.
 """
 
 import argparse
@@ -120,8 +125,8 @@ class Timed:
 
 
 def _serve(asked: "Connection", model: Path, speculation: dict[str, object]) -> None:
-    """One engine in its process, until there are no more prompts. It is built in a thread that ends, as a worker's is: two OpenMP teams in one
-    process let each other sleep at each of a step's barriers.
+    """One engine in its process, until there are no more prompts. It is built in a thread that ends, as a worker's is:
+    two OpenMP teams in one process let each other sleep at each of a step's barriers.
     """
     with ThreadPoolExecutor(1) as thread:
         built = thread.submit(_build, model, speculation).result()
@@ -172,8 +177,9 @@ class EngineProcess:
 
 
 def make_repeat(directory: Path) -> None:
-    """Gives the model in `directory` a head of its own, by which each token of the passage is followed by the next, the last by the first:
-    the next one's row is the embedding of the one before. What layers add to the embedding is made small.
+    """Gives the model in `directory` a head of its own, by which each token of the passage is followed by the next, the
+    last by the first: the next one's row is the embedding of the one before.
+    What layers add to the embedding is made small.
     """
     from safetensors.torch import load_file, save_file
 
@@ -226,8 +232,8 @@ def _build(directory: Path, speculation: dict[str, object]) -> "BuiltEngine":
 
 
 def make_drafter(model: Path, directory: Path, *, is_wrong: bool) -> dict[str, object]:
-    """Writes the first layers of `model` as one of its own, whose head names the token after the right one where it `is_wrong`; returns how
-    to ask for it.
+    """Writes the first layers of `model` as one of its own, whose head names the token after the right one where it
+    `is_wrong`; returns how to ask for it.
     """
     from safetensors.torch import load_file, save_file
 
@@ -253,7 +259,9 @@ def _by_model(directory: Path) -> dict[str, object]:
 
 
 def measure_lookups(way: str) -> dict[str, float]:
-    """CPU microseconds of reading on in a text and finding its drafts, and tokens that are drafted and right per step."""
+    """CPU microseconds of reading on in a text and finding its drafts,
+    and tokens that are drafted and right per step.
+    """
     config = read_speculative(_BY_LOOKING_UP[way])
     assert isinstance(config, NgramSpeculation | SuffixSpeculation)
     new_index, read_ended = _lookup(config)
@@ -396,7 +404,7 @@ def _contest(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama116m")
     parser.add_argument("--rounds", type=int, default=5, help="turns of either engine")
     parser.add_argument("--only", choices=WAYS, nargs="+", default=WAYS, help="ways to guess")

@@ -1,10 +1,10 @@
 """What holding answers to grammars costs: `python -m bench.structured [--shape llama116m] [--rounds N] [--json FILE]`.
 
-With a vocabulary of 131,072 made-up tokens: compiling 200 schemas of the kinds that clients send, the masks of their answers, the
-time to first token with a schema that is new to router and worker (what a router takes longer for a conversation of 2,000 characters with
-a schema than without one is added to what a worker does), and decodes of eight
-sequences with a schema, without one, and half of each, in turns in one engine: a round has each once, in an order that turns round,
-and gives one ratio of their mean steps; told is the median of the rounds' ratios.
+With a vocabulary of 131,072 made-up tokens: compiling 200 schemas of the kinds that clients send, the masks of their
+answers, the time to first token with a schema that is new to router and worker (what a router takes longer for a
+conversation of 2,000 characters with a schema than without one is added to what a worker does), and decodes of eight
+sequences with a schema, without one, and half of each, in turns in one engine: a round has each once, in an order that
+turns round, and gives one ratio of their mean steps; told is the median of the rounds' ratios.
 """
 
 import argparse
@@ -61,8 +61,8 @@ _T = TypeVar("_T")
 
 
 def write_tokenizer(directory: Path, size: int) -> None:
-    """A byte-level `tokenizer.json` of `size` tokens that look like those of a text: words, numbers, indentation, punctuation; and a
-    chat template.
+    """A byte-level `tokenizer.json` of `size` tokens that look like those of a text: words, numbers, indentation,
+    punctuation; and a chat template.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -131,7 +131,9 @@ async def checked(schemas: Sequence[_Schema]) -> tuple[list[str], list[float]]:
 
 
 async def added_by_forms(directory: Path, schemas: Sequence[_Schema]) -> list[float]:
-    """How many seconds longer it takes a router to have the token ids of a conversation and the grammar of each schema than those alone."""
+    """How many seconds longer it takes a router to have the token ids of a conversation and the grammar of each schema
+    than those alone.
+    """
     checker = GrammarChecker(GrammarConfig(max_compiled=1), (), CollectorRegistry())
     tokenizer = Tokenizer.load(directory)
     encode = partial(tokenizer.encode_chat, _CONVERSATION)
@@ -230,8 +232,8 @@ def _prompts(number: int, tokens: int, grammar: str) -> list[Prompt]:
 
 
 def _step_s(came_s: list[float], sequences: int) -> float:
-    """The mean step once all sequences decode. One in which the machine did something else, which took twice the median or more, counts
-    as twice the median: masks take far less.
+    """The mean step once all sequences decode. One in which the machine did something else, which took twice the median
+    or more, counts as twice the median: masks take far less.
     """
     told_s = came_s[sequences - 1 :: sequences]
     steps_s = [after - before for before, after in pairwise(told_s[_TOKENS // 4 :])]
@@ -254,8 +256,8 @@ def _build(directory: Path) -> "BuiltEngine":
 
 
 def _in_brief_thread(call: Callable[[], _T]) -> _T:
-    """Calls in a thread that ends, as a worker loads its model: a thread that has computed keeps its OpenMP team, and with two of them their
-    threads sleep at each of a step's barriers.
+    """Calls in a thread that ends, as a worker loads its model: a thread that has computed keeps its OpenMP team, and
+    with two of them their threads sleep at each of a step's barriers.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(call).result()

@@ -1,14 +1,16 @@
-"""What a tenant notices of another's flood, and whether limits hold over two routers: `python -m bench.tenants [--json FILE]`.
+"""What a tenant notices of another's flood, and whether limits hold over two routers:
+`python -m bench.tenants [--json FILE]`.
 
-Real `baton serve` processes without workers of their own, and workers without a model that take their time as real ones do
-(`baton run simulated`). Capacity is what the prefill worker can compute; each of two tenants has
+Real `baton serve` processes without workers of their own, and workers without a model that take their time as real ones
+do (`baton run simulated`). Capacity is what the prefill worker can compute; each of two tenants has
 half of it as its share.
 
-- `p99_ttft_alone_s`: a tenant uses half its share, alone. `p99_ttft_flooded_s`: the same arrivals, while the other sends
-  ten times its own share. `p99_ttft_ratio` should be at most 1.5. What the slowest twentieth of the flooded ones is made of, on
-  the mean: `slow_in_line_s`, `slow_at_worker_s`, and in neither (HTTP, the router, the client) `slow_elsewhere_s`.
-- `goodput_ratio_5x`: tokens per second of requests whose first token came in the time promised, at five times the capacity
-  against those at the capacity itself.
+- `p99_ttft_alone_s`: a tenant uses half its share, alone. `p99_ttft_flooded_s`: the same arrivals, while the other
+  sends ten times its own share. `p99_ttft_ratio` should be at most 1.5. What the slowest twentieth of the flooded ones
+  is made of, on the mean: `slow_in_line_s`, `slow_at_worker_s`, and in neither (HTTP, the router, the client)
+  `slow_elsewhere_s`.
+- `goodput_ratio_5x`: tokens per second of requests whose first token came in the time promised, at five times the
+  capacity against those at the capacity itself.
 - `replica_sum_over_limit`: requests let in over two routers that share a Redis, over what the tenant's limit allows.
 - `replica_share`: what a tenant that sends to one router only gets of its share, while another floods both.
 """

@@ -2,9 +2,10 @@
 
     python -m bench.vllm_engine --vllm-python .venv-vllm/bin/python [--json FILE]
 
-All run the same vLLM with the same settings, weights and prompts, and take turns on the same cores: a hybrid worker and `vllm serve`; a
-prefill and a decode worker and vLLM's own two servers with its NIXL connector, which need NIXL in that environment. The pairs are also
-measured while prompts of 2,000 tokens keep arriving: that level is `prompts`, and `arriving` are these prompts. Figures:
+All run the same vLLM with the same settings, weights and prompts, and take turns on the same cores: a hybrid worker and
+`vllm serve`; a prefill and a decode worker and vLLM's own two servers with its NIXL connector, which need NIXL in that
+environment. The pairs are also measured while prompts of 2,000 tokens keep arriving: that level is `prompts`, and
+`arriving` are these prompts. Figures:
 
 hybrid_over_vllm_serve_tok_s_cN    output tokens per second, a hybrid worker over vLLM's own server, N clients
 ttft_over_vllm_serve_cN            time to first token, the hybrid worker's over vLLM's own
@@ -139,7 +140,9 @@ def _pair(
     prompt_tokens: int,
     shares: list[float],
 ) -> Iterator[str]:
-    """Our prefill and decode worker; once they have been measured, some prompts one after the other, of which the router tells the parts."""
+    """Our prefill and decode worker; once they have been measured, some prompts one after the other,
+    of which the router tells the parts.
+    """
     with start() as url:
         yield url
         rng = random.Random(len(shares))

@@ -1,4 +1,5 @@
-"""An eviction policy: blocks that are deep in their text are evicted first, so that the beginnings that texts share stay.
+"""An eviction policy: blocks that are deep in their text are evicted first,
+so that the beginnings that texts share stay.
 
 The configuration names only the policies that Baton ships; another one is added in code, before a node is made:
 

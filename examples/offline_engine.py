@@ -2,8 +2,8 @@
 
     python -m examples.offline_engine "What does os.path.join do?"
 
-An engine is told commands (`Generate`) and tells each step's tokens as columns (`SampledTokens`), on its own thread. All questions
-are computed together: the scheduler batches whatever is there.
+An engine is told commands (`Generate`) and tells each step's tokens as columns (`SampledTokens`), on its own thread.
+All questions are computed together: the scheduler batches whatever is there.
 """
 
 import sys

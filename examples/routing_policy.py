@@ -1,10 +1,12 @@
-"""A routing policy: prompts go where fewest sequences run, but a worker whose name begins with `spot-` only when it must.
+"""A routing policy: prompts go where fewest sequences run,
+but a worker whose name begins with `spot-` only when it must.
 
 A router takes it by its name in the configuration, from the Python path, without a change to Baton:
 
     PYTHONPATH=examples baton serve --policy routing_policy:SpotLast
 
-The contract is `WorkerPrices` in `router/routing/policies.py`; docs/guides/add-a-routing-policy.md says what else it takes.
+The contract is `WorkerPrices` in `router/routing/policies.py`;
+docs/guides/add-a-routing-policy.md says what else it takes.
 """
 
 from router.routing.policy import Demand

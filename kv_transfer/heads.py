@@ -7,8 +7,8 @@ Pages are head-major, so what a pair of ranks shares is a few runs of bytes in e
                                       │  └───────┐       │  └───────┐
                                    0 |h0|     1 |h1|  2 |h2|     3 |h3|
 
-Where a head lies on several ranks, every receiver still gets each byte from exactly one sender. The receivers' copies of
-the head are thought of as one row, which its holders cut into equal shares, so that no sender sits idle:
+Where a head lies on several ranks, every receiver still gets each byte from exactly one sender. The receivers' copies
+of the head are thought of as one row, which its holders cut into equal shares, so that no sender sits idle:
 
     3 holders, 2 receivers         |── copy for receiver 0 ──|── copy for receiver 1 ──|
                                    |─ holder 0 ──|── holder 1 ──|── holder 2 ──|

@@ -1,10 +1,11 @@
-"""Leases on memory that a peer writes: durations, on the clock of the worker that holds the lease, renewed by one heartbeat per pair.
+"""Leases on memory that a peer writes: durations, on the clock of the worker that holds the lease,
+renewed by one heartbeat per pair.
 
     prefill worker   ─ beat 7 sent at t ───▶                  decode worker
       writes until t + 3/4 lease ◀── answer ─   counts the lease from when the beat came, which is later than t
 
-So a prefill worker stops by itself before the decode worker begins to doubt it, without any clock being compared: one that
-was stopped and goes on, or whose beats are lost on the way, finds its own lease over and writes no more.
+So a prefill worker stops by itself before the decode worker begins to doubt it, without any clock being compared: one
+that was stopped and goes on, or whose beats are lost on the way, finds its own lease over and writes no more.
 """
 
 from baton.clock import Clock

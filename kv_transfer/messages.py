@@ -1,7 +1,8 @@
-"""What two workers say to each other about their hand-offs, in the session that they share. Plain frozen data, no protobuf.
+"""What two workers say to each other about their hand-offs, in the session that they share. Plain frozen data,
+no protobuf.
 
-P is the prefill worker, whose words the ledger hears (`ledger/ledger.py`); D the decode worker, whose words the outbox hears
-(`ledger/outbox.py`). What each core and its own shell say to each other stands in those two files.
+P is the prefill worker, whose words the ledger hears (`ledger/ledger.py`); D the decode worker, whose words the outbox
+hears (`ledger/outbox.py`). What each core and its own shell say to each other stands in those two files.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class Commit:
         num_blocks: Pages written.
         num_bytes: Their bytes.
         first_tokens: What decoding goes on from.
-        checksums: Of the pages (`kv_transfer.memory.checksum`), 64-bit little-endian; empty where the session does without.
+        checksums: Of the pages (`kv_transfer.memory.checksum`), 64-bit little-endian;
+            empty where the session does without.
     """
 
     xfer_id: XferId

@@ -83,7 +83,9 @@ def _no_page(page: int, region_blocks: int) -> TransferError:
 
 
 def place(write: PageWrite, grant: Grant) -> PageWrite | None:
-    """`write` as it is pushed: with its pages on the peer, without those that the peer holds. None when it holds all of them."""
+    """`write` as it is pushed: with its pages on the peer, without those that the peer holds.
+    None when it holds all of them.
+    """
     skipped = max(grant.held_blocks - write.first_block, 0)
     source = cut(write.source, skipped, len(write.source))
     if not source:

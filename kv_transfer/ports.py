@@ -1,7 +1,7 @@
 """The pair of ports every backend implements: the decode worker's receiver, the prefill worker's sender.
 
-Only bytes and where they go; which peer may write when is decided by the ledger (`ledger/ledger.py`), and the control messages travel
-in a session (`session/client.py`, `server.py`).
+Only bytes and where they go; which peer may write when is decided by the ledger (`ledger/ledger.py`), and the control
+messages travel in a session (`session/client.py`, `server.py`).
 """
 
 from collections.abc import Callable

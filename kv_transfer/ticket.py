@@ -1,8 +1,9 @@
 """What has to be shown before KV is handed off: a router's permit, then a decode worker's ticket, both signed.
 
-A router mints one `Permit` per attempt and gives it to both workers; the prefill worker shows it when it asks for pages, and
-gets a `Ticket` that names them. Keys are derived from the cluster secret, one per kind, so that neither can stand for the
-other. Nothing of a message is looked at before its signature is known to be right; neither carries an address.
+A router mints one `Permit` per attempt and gives it to both workers; the prefill worker shows it when it asks for
+pages, and gets a `Ticket` that names them. Keys are derived from the cluster secret, one per kind, so that neither can
+stand for the other. Nothing of a message is looked at before its signature is known to be right;
+neither carries an address.
 """
 
 import hmac
@@ -53,7 +54,8 @@ class Permit:
         source: The worker that may write.
         target: Where.
         num_blocks: Pages of the whole prompt.
-        signed: The permit as its router signed it, for the workers that it is shown to; empty where it was not read from there.
+        signed: The permit as its router signed it, for the workers that it is shown to;
+            empty where it was not read from there.
     """
 
     xfer_id: XferId
@@ -76,7 +78,8 @@ class Ticket:
         cache_scope: The tenant's.
         layout_digest: Of the pages.
         target: The worker that grants.
-        region: Digest of the region handle of the session (`region_digest`); in another session the ticket is worth nothing.
+        region: Digest of the region handle of the session (`region_digest`);
+            in another session the ticket is worth nothing.
         grant: The pages.
         lease_s: How long it is worth something without a heartbeat, on the grantor's clock.
     """
@@ -189,7 +192,9 @@ class TicketOffice:
     def session_key(
         self, source: WorkerIdentity, target: WorkerIdentity, number: int, rank: str
     ) -> bytes:
-        """The key under which the rank of `source` with the layout digest `rank` talks to `target` in its session `number`."""
+        """The key under which the rank of `source` with the layout digest `rank` talks to `target` in its session
+        `number`.
+        """
         named = f"{source} {target} {number} {rank}"
         return keyed_hash(named.encode(), self._session_key)
 

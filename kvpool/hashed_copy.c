@@ -1,7 +1,7 @@
-// Copies rows to scattered places and computes the XXH3 (64 bits, seed 0, default secret) of each on the way: what is hashed are
-// the very registers that are stored, so a row is read from memory once and verified for nothing. Layout of the copy: see
-// kv_transfer/memory/page_copy.c, from which the prefetching comes. The hash: Yann Collet, https://github.com/Cyan4973/xxHash; only its
-// way for inputs of more than 240 bytes stands here.
+// Copies rows to scattered places and computes the XXH3 (64 bits, seed 0, default secret) of each on the way: what is
+// hashed are the very registers that are stored, so a row is read from memory once and verified for nothing. Layout of
+// the copy: see kv_transfer/memory/page_copy.c, from which the prefetching comes. The hash: Yann Collet,
+// https://github.com/Cyan4973/xxHash; only its way for inputs of more than 240 bytes stands here.
 
 #include <stdint.h>
 #include <string.h>
@@ -109,15 +109,16 @@ static uint64_t copy_row(char *target, const char *source, const char *next_targ
         take(sums, target + at, source + at, SECRET + 8 * (stripe % STRIPES_PER_BLOCK));
         if (stripe % STRIPES_PER_BLOCK == STRIPES_PER_BLOCK - 1) scramble(sums);
     }
-    // The last 64 bytes count once more, whole, under a place of their own in the secret. What they share with the stripe before
-    // them is read back from the target: a source that changes meanwhile cannot make hash and copy differ.
+    // The last 64 bytes count once more, whole, under a place of their own in the secret. What they share with the
+    // stripe before them is read back from the target:
+    // a source that changes meanwhile cannot make hash and copy differ.
     memcpy(target + at, source + at, (size_t)(row_bytes - at));
     take(sums, 0, target + row_bytes - STRIPE, SECRET + SECRET_BYTES - STRIPE - 7);
     return merge(sums, (uint64_t)row_bytes);
 }
 
-// `row_bytes` at row `sources[i]` of `source` go to row `targets[i]` of `target`, and their hash to `hashes[i]`. The caller has
-// checked that they lie inside, and that a row has more than 240 bytes.
+// `row_bytes` at row `sources[i]` of `source` go to row `targets[i]` of `target`, and their hash to `hashes[i]`. The
+// caller has checked that they lie inside, and that a row has more than 240 bytes.
 void baton_copy_rows_hashed(char *target, const char *source, const int64_t *targets, const int64_t *sources, int64_t count,
                             int64_t target_stride, int64_t source_stride, int64_t row_bytes, uint64_t *hashes) {
     for (int64_t i = 0; i < count; i++) {

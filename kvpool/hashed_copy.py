@@ -1,4 +1,5 @@
-"""Copies rows between slab and arena and says the hash of each, as it stands at its destination. The pool's innermost loop.
+"""Copies rows between slab and arena and says the hash of each, as it stands at its destination.
+The pool's innermost loop.
 
 In C the two are one pass over memory; where there is no compiler, rows are copied and then hashed in small turns.
 """

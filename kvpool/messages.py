@@ -154,10 +154,11 @@ class Renewal:
     """What a directory answers to a node that renews its lease.
 
     Attributes:
-        anew: The node was not known, be it for the first time, because its lease had ended, or because the directory lost its
-            memory: whatever the node holds has to be published again.
+        anew: The node was not known, be it for the first time, because its lease had ended, or because the directory
+            lost its memory: whatever the node holds has to be published again.
         flushes: The number of the latest flush; numbers grow from each flush to the next.
-        selections: Those that the node has not carried out. A node that missed more than the directory remembers is told to drop all.
+        selections: Those that the node has not carried out.
+            A node that missed more than the directory remembers is told to drop all.
     """
 
     anew: bool

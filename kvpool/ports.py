@@ -1,5 +1,5 @@
-"""What the pool needs from outside: for a node, the directory of the whole pool and a disk below its memory; for a worker, the
-pages of its arena, and callbacks and calls to the node.
+"""What the pool needs from outside: for a node, the directory of the whole pool and a disk below its memory; for a
+worker, the pages of its arena, and callbacks and calls to the node.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,13 +31,16 @@ class Directory(Protocol):
     """
 
     async def publish(self, node: WorkerIdentity, changes: DirectoryChanges) -> None:
-        """Takes one node's changes, in the order in which the node says them. Those of a node without a lease are passed over."""
+        """Takes one node's changes, in the order in which the node says them.
+        Those of a node without a lease are passed over.
+        """
 
     async def lookup(self, keys: Sequence[BlockKey]) -> Sequence[tuple[Replica, ...]]:
-        """Replicas of the leading blocks of a chain that some living node holds: one entry per block, none of them empty.
+        """Replicas of the leading blocks of a chain that some living node holds: one entry per block,
+        none of them empty.
 
-        One round trip, whatever the chain's length. Grants nothing and leaves no trace. The answer may make its objects where
-        it is looked at, so look once, and only at the blocks that matter.
+        One round trip, whatever the chain's length. Grants nothing and leaves no trace. The answer may make its objects
+        where it is looked at, so look once, and only at the blocks that matter.
         """
 
     async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Renewal:
@@ -49,7 +52,8 @@ class Directory(Protocol):
             flushes: The number of the latest flush that the node has carried out; 0 for none.
 
         Returns:
-            The later ones, for the node to carry out in its own memory, and whether the node has to publish all it holds.
+            The later ones, for the node to carry out in its own memory,
+            and whether the node has to publish all it holds.
         """
 
     async def nodes(self) -> tuple[NodeState, ...]:
@@ -59,14 +63,18 @@ class Directory(Protocol):
         """All replicas of this start of a node are void, at once."""
 
     async def flush(self, selection: Selection) -> int:
-        """Voids every replica that `selection` covers, on all nodes. Returns the flush's number, above all before it."""
+        """Voids every replica that `selection` covers, on all nodes. Returns the flush's number,
+        above all before it.
+        """
 
 
 class Peers(Protocol):
     """The other nodes of the pool, as this node's own part uses them. On the node's event loop."""
 
     async def bring(self, keys: Sequence[BlockKey], held: int, wait_s: float) -> None:
-        """Fetches the blocks of a text after its first `held` ones from nodes that have them; returns after `wait_s` at most."""
+        """Fetches the blocks of a text after its first `held` ones from nodes that have them;
+        returns after `wait_s` at most.
+        """
 
     def read(self, keys: Sequence[BlockKey]) -> None:
         """The beginning of a text, which is held here, was read; hot blocks get copies on other nodes."""
@@ -115,7 +123,9 @@ class ArenaPages(Protocol):
 
 
 class LeaseCallbacks(Protocol):
-    """What the copying threads tell the worker's client of the node. Called from any thread; must neither block nor raise."""
+    """What the copying threads tell the worker's client of the node. Called from any thread;
+    must neither block nor raise.
+    """
 
     def wanted(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
         """A sequence will need these blocks again: lease them and give the lease to `ReadLeases.add`."""
@@ -128,7 +138,9 @@ class LeaseCallbacks(Protocol):
 
 
 class PoolClient(Protocol):
-    """A worker's calls to the node of its host. asyncio; a node that is away raises `PoolUnavailableError` and nothing else."""
+    """A worker's calls to the node of its host. asyncio;
+    a node that is away raises `PoolUnavailableError` and nothing else.
+    """
 
     def slab(self) -> list[Pages] | None:
         """The slab, one array `[num_slots, page_layer_bytes]` per layer; None while no node is there."""
@@ -136,8 +148,8 @@ class PoolClient(Protocol):
     async def lease(
         self, keys: Sequence[BlockKey], lease_s: float, wait_s: float, tenant: str = ""
     ) -> BlockLease:
-        """Keeps the leading blocks of a text where they are; what is on the disk is waited for, for `wait_s`. Counted for
-        `tenant`.
+        """Keeps the leading blocks of a text where they are; what is on the disk is waited for, for `wait_s`. Counted
+        for `tenant`.
         """
 
     async def renew(self, lease_ids: Sequence[str], lease_s: float) -> tuple[str, ...]:
@@ -152,14 +164,18 @@ class PoolClient(Protocol):
         """Slots for blocks that are not held; `first` blocks of their text come before them."""
 
     async def commit(self, put_id: str, checksums: Sequence[bytes]) -> int:
-        """The slots of a grant are written: one entry per slot, an empty one where nothing was. How many are held now."""
+        """The slots of a grant are written: one entry per slot, an empty one where nothing was.
+        How many are held now.
+        """
 
     async def corrupt(self, keys: Sequence[BlockKey]) -> None:
         """These blocks do not have the checksums they were leased with."""
 
 
 class AttachedClient(PoolClient, Protocol):
-    """A client that finds the node by itself, again and again, and says on the event loop which slab there is, if any."""
+    """A client that finds the node by itself, again and again, and says on the event loop which slab there is,
+    if any.
+    """
 
     def node(self) -> WorkerIdentity | None:
         """The start of the node whose slab is mapped, if one is."""
@@ -172,7 +188,9 @@ class AttachedClient(PoolClient, Protocol):
 
 
 class ExtentStore(Protocol):
-    """A disk below a node's memory. Blocks: called on threads of its own. A fault is an `OSError`, a wrong block a `CorruptKvError`."""
+    """A disk below a node's memory. Blocks: called on threads of its own. A fault is an `OSError`,
+    a wrong block a `CorruptKvError`.
+    """
 
     @property
     def num_extents(self) -> int:

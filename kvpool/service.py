@@ -157,7 +157,9 @@ async def _serve(
 
 
 async def _sweep(node: PoolNode, watchers: WatchStreams, metrics: NodeMetrics) -> None:
-    """Ends what is over and tells routers what has changed, whether or not there is new work or the directory answers."""
+    """Ends what is over and tells routers what has changed,
+    whether or not there is new work or the directory answers.
+    """
     while True:
         node.sweep()
         watchers.changed(node.take_changes())

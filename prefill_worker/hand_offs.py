@@ -1,9 +1,10 @@
-"""The hand-offs behind a worker's prefill legs: joins the engine's pages, the outbox and the pool with the legs they are for.
+"""The hand-offs behind a worker's prefill legs: joins the engine's pages,
+the outbox and the pool with the legs they are for.
 
-What is written to a receiving worker, and when, is the outbox's business (kv_transfer/ledger/outbox.py). Where that worker has no room
-there is a way round it: once the prompt is computed and has waited for long enough the pool gets all of it, and the router is
-told to have it fetched from there. Until the pool has all of it nothing changes: if the pages are granted meanwhile they are
-written as ever.
+What is written to a receiving worker, and when, is the outbox's business (kv_transfer/ledger/outbox.py). Where that
+worker has no room there is a way round it: once the prompt is computed and has waited for long enough the pool gets all
+of it, and the router is told to have it fetched from there. Until the pool has all of it nothing changes: if the pages
+are granted meanwhile they are written as ever.
 """
 
 from dataclasses import dataclass
@@ -210,7 +211,9 @@ class SendingHandOffs:
         return [Connect(peer=peer, address=address)]
 
     def _probe(self, event: LinkProbe) -> list[WorkerAction]:
-        """A session proves the link when it opens, by a page that it writes, and ends when the link carries nothing any more."""
+        """A session proves the link when it opens, by a page that it writes,
+        and ends when the link carries nothing any more.
+        """
         if self._outbox.is_up(event.peer):
             return [LinkProbedMessage(stream=event.stream, peer=event.peer, error=None)]
         self._probes.setdefault(event.peer, set()).add(event.stream)

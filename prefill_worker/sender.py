@@ -1,4 +1,5 @@
-"""The half of a worker that sends pages: its sessions with receiving workers, its pushes, and the pool as the way round.
+"""The half of a worker that sends pages: its sessions with receiving workers, its pushes,
+and the pool as the way round.
 
 There is one session for each receiving worker, opened with the first leg for it.
 """

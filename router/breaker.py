@@ -1,4 +1,5 @@
-"""A circuit breaker: what keeps failing is left alone for a while, then tried with one request before it is trusted again.
+"""A circuit breaker: what keeps failing is left alone for a while,
+then tried with one request before it is trusted again.
 
 One core for two uses: a worker whose legs keep failing gets no new ones (`router.routing.view`), and a tenant whose
 requests keep breaking workers is slowed (`router.tenants.breakers`).
@@ -95,8 +96,8 @@ class Outcomes:
 class Breaker:
     """The state of one circuit.
 
-    Pure: time comes in as `now_s`. Asking changes nothing; what happened is told by `started`, `succeeded`, `failed` and
-    `abandoned`. Outcomes that come while it is open belong to what began before, and change nothing.
+    Pure: time comes in as `now_s`. Asking changes nothing; what happened is told by `started`, `succeeded`, `failed`
+    and `abandoned`. Outcomes that come while it is open belong to what began before, and change nothing.
 
     Args:
         policy: When it opens; the usual if None.

@@ -1,4 +1,6 @@
-"""The router's Control service: all workers as this router sees them, why a request went where it did, and drain by command."""
+"""The router's Control service: all workers as this router sees them, why a request went where it did,
+and drain by command.
+"""
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -175,7 +177,9 @@ class RouterControl(pb_grpc.ControlServicer):
                 await context.abort(error.code(), f"{worker.identity.worker_id}: {error.details()}")
 
     def _lost(self, worker: WorkerView, *, becoming: Role | None) -> str:
-        """What no worker that takes new work would do any more if this one had another role, or none; empty where nothing is lost."""
+        """What no worker that takes new work would do any more if this one had another role, or none;
+        empty where nothing is lost.
+        """
         others = [one for one in self._view.usable(self._clock.now_s()) if one is not worker]
         roles, role = [one.hello.role for one in others], worker.hello.role
         if becoming is not None:

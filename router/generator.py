@@ -1,7 +1,8 @@
-"""The asyncio shell of the request machine: a `router.ports.Generator` around admission, the dispatcher and clients' inboxes.
+"""The asyncio shell of the request machine: a `router.ports.Generator` around admission,
+the dispatcher and clients' inboxes.
 
-Calls of clients and frames of workers become events for the dispatcher; its actions go to workers and into inboxes. Belongs to one
-event loop. `router.service.compose` wires its parts.
+Calls of clients and frames of workers become events for the dispatcher; its actions go to workers and into inboxes.
+Belongs to one event loop. `router.service.compose` wires its parts.
 """
 
 import asyncio

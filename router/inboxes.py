@@ -1,9 +1,9 @@
 """Where tokens leave the dispatcher for the replies that wait for them: an inbox for each request, bounded in bytes.
 
-A reply that is woken for every token costs several times what was done for the token before. So plain tokens of a stream wake it at
-most every so often; what comes meanwhile goes with the next. First tokens, ends and tokens with log-probabilities never wait. While
-the event loop has more to do than it can, the gap widens, and the router gives out the same tokens in fewer events instead of ever later
-ones.
+A reply that is woken for every token costs several times what was done for the token before. So plain tokens of a
+stream wake it at most every so often; what comes meanwhile goes with the next. First tokens, ends and tokens with
+log-probabilities never wait. While the event loop has more to do than it can, the gap widens, and the router gives out
+the same tokens in fewer events instead of ever later ones.
 """
 
 import asyncio
@@ -25,7 +25,9 @@ MOST_GAP_S = 0.05
 
 _WINDOW_S = 0.1
 _BUSY_SHARE = 0.5
-"""Above it the gap widens. What is measured begins when a frame has been read: at 0.7, a router without a moment to spare."""
+"""Above it the gap widens. What is measured begins when a frame has been read: at 0.7,
+a router without a moment to spare.
+"""
 
 _CALM_SHARE = 0.3
 """Below it the gap narrows. In between it stays: an event costs enough to swing from one to the other."""
@@ -127,7 +129,8 @@ class Inbox:
         self._wake()
 
     async def next(self) -> GenerationEvent:
-        """The tokens that wait, or at the end the timing. Where tokens are left the event loop runs before they are given out.
+        """The tokens that wait, or at the end the timing.
+        Where tokens are left the event loop runs before they are given out.
 
         Raises:
             BatonError: The request ended with it.

@@ -1,8 +1,8 @@
 """GET /openapi.json: the true schemas of what is accepted and answered.
 
-The endpoints read their bodies themselves (bounded, one strict parse), so FastAPI cannot see the request models, nor what
-the events of a stream hold; both are added to its description here. `tests/router/http/test_openapi_conformance.py` holds the
-running server to it.
+The endpoints read their bodies themselves (bounded, one strict parse), so FastAPI cannot see the request models, nor
+what the events of a stream hold; both are added to its description here.
+`tests/router/http/test_openapi_conformance.py` holds the running server to it.
 """
 
 from collections.abc import Sequence

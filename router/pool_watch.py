@@ -1,7 +1,7 @@
 """The links to the pool's nodes: from each a stream of reports on its blocks, opened again whenever it breaks.
 
-Reports go into the prefix index; commands do not exist, since routers ask nothing of a pool. A node that cannot be reached, or
-is silent for a while, holds nothing as far as routing is concerned.
+Reports go into the prefix index; commands do not exist, since routers ask nothing of a pool. A node that cannot be
+reached, or is silent for a while, holds nothing as far as routing is concerned.
 """
 
 import asyncio

@@ -29,7 +29,8 @@ class GenerationRequest:
         arrived_s: When it came to the admission queue, which sets this and the next, on the router's clock.
         expected_tokens: What it will probably generate, over all samples.
         trace_parent: The request's own span; empty when it is not traced.
-        chains: Fingerprints of the prompt's blocks by layout group, as far as they are known; the rest is hashed where it is needed.
+        chains: Fingerprints of the prompt's blocks by layout group, as far as they are known;
+            the rest is hashed where it is needed.
     """
 
     request_id: RequestId
@@ -70,7 +71,8 @@ class Tokens:
 
     Attributes:
         samples: Their new tokens, in order.
-        prompt_logprobs: With a request's first tokens, where it asks for them: one entry per prompt token from the second on.
+        prompt_logprobs: With a request's first tokens, where it asks for them:
+            one entry per prompt token from the second on.
     """
 
     samples: tuple[TokenSample, ...]
@@ -79,7 +81,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Where the time of one request went; the last event of a request. The fields are the keys of the JSON that clients see.
+    """Where the time of one request went; the last event of a request.
+    The fields are the keys of the JSON that clients see.
 
     Attributes:
         prefill_worker: Name of the worker that prefilled.
@@ -91,7 +94,8 @@ class Timing:
         first_token_s: From the request's arrival at the router to its first token.
         handoff_s: From the first pushed page to the commit that the decode worker answered.
         unhidden_s: The part of the hand-off that the decode worker waited for after the first token.
-        decode_queue_s: From the end of the hand-off to the decode worker's own first token: waiting for its turn, and a step.
+        decode_queue_s: From the end of the hand-off to the decode worker's own first token: waiting for its turn,
+            and a step.
         decode_s: From the first token to the last.
         total_s: From the request's arrival to its last token.
         prompt_tokens: Tokens of the prompt.
@@ -189,7 +193,8 @@ class Generator(Protocol):
     """Turns prompts into tokens with whatever workers there are. Used from one event loop."""
 
     def check_capacity(self, tenant: Tenant, slo: Slo) -> None:
-        """Whether a request of this tenant and class might be taken now: to be asked before its body is read and tokenized.
+        """Whether a request of this tenant and class might be taken now:
+        to be asked before its body is read and tokenized.
 
         Raises:
             DrainingError: The router stops.
@@ -213,4 +218,6 @@ class Generator(Protocol):
         """No more tokens of this sample are wanted; it counts as finished. Unknown or finished ones are ignored."""
 
     async def model(self, *, wait: bool = False) -> ServedModel | None:
-        """What is served, or None until a worker said hello; with `wait` that is given as long as a request would wait."""
+        """What is served, or None until a worker said hello;
+        with `wait` that is given as long as a request would wait.
+        """

@@ -79,15 +79,19 @@ CONTROL_SOCKET = "router.sock"
 
 _WAIT_S = 5.0
 _GARBAGE_THRESHOLDS = (2_000, 5, 500)
-"""Objects, and collections of the generation below, after which Python looks for cycles. It takes about a microsecond per object that is
-alive and keeps the event loop waiting: so the younger generations are small, and the oldest, in which large replies lie while
-they are written, is rarely looked through.
+"""Objects, and collections of the generation below, after which Python looks for cycles. It takes about a microsecond
+per object that is alive and keeps the event loop waiting: so the younger generations are small, and the oldest, in
+which large replies lie while they are written, is rarely looked through.
 """
 _SWITCH_INTERVAL_S = 0.0005
-"""Of Python's threads: so long the event loop waits at most, at each of its turns, while a thread that computes holds the interpreter."""
+"""Of Python's threads: so long the event loop waits at most, at each of its turns,
+while a thread that computes holds the interpreter.
+"""
 _ALL_WORKERS_WAITS = 6
 _DISCOVERED_WORKERS = 64
-"""So many have file descriptors kept for them, of those that nobody has listed. More are connected, too: then clients have fewer."""
+"""So many have file descriptors kept for them, of those that nobody has listed. More are connected, too:
+then clients have fewer.
+"""
 
 _log = get_logger(__name__)
 
@@ -127,7 +131,8 @@ async def run(
 
     Raises:
         ModelLoadError: The tokenizer cannot be loaded.
-        ConfigError: The policy is unknown, or the tenants document, the chat template, a guardrail or Redis' URL is wrong.
+        ConfigError: The policy is unknown, or the tenants document, the chat template,
+            a guardrail or Redis' URL is wrong.
     """
     if secret is None:
         secret = bytes.fromhex(config.cluster.secret)
@@ -504,8 +509,8 @@ async def _announcing(
 
 
 async def _announce(parts: RouterParts, notify: Notify, *, discovers: bool) -> None:
-    """Tells `notify` once every worker is here, or after a while those that can serve. Where workers are discovered nobody knows how many
-    there will be: those that can serve are enough.
+    """Tells `notify` once every worker is here, or after a while those that can serve. Where workers are discovered
+    nobody knows how many there will be: those that can serve are enough.
     """
     waits = _ALL_WORKERS_WAITS
     while True:

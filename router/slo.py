@@ -1,7 +1,8 @@
 """What a request was promised.
 
-An operator names classes of service (`router.slo_classes`); a tenant belongs to one, and each of its requests may ask for
-that one or for one that is less urgent. The choice is made in the HTTP face, once; admission, routing and metrics read it.
+An operator names classes of service (`router.slo_classes`); a tenant belongs to one, and each of its requests may ask
+for that one or for one that is less urgent. The choice is made in the HTTP face, once; admission,
+routing and metrics read it.
 """
 
 from collections.abc import Mapping
@@ -73,8 +74,8 @@ class SloClasses:
             own: Name of the tenant's class: the most urgent that its requests may have. One that is not configured (a
                 tenants file may be newer than this router's configuration) is as good as `standard`.
             service_tier: OpenAI's name of a tier, or the name of a class.
-            priority: How many classes less urgent (a lower number is sooner, as in vLLM); below 0 asks for what is never
-                given.
+            priority: How many classes less urgent (a lower number is sooner, as in vLLM); below 0 asks for what is
+                never given.
 
         Raises:
             InvalidRequestError: There is no such tier, or it is above the tenant's.

@@ -1,7 +1,7 @@
 """Everything that stands between a client and the endpoints: tenants, limits, guardrails, audit. Put together here.
 
-`tenancy_of_keys` is what a router has without any of it: the keys of its configuration and no limits. `open_tenancy` is what the
-router process runs with; it looks after reloads and leases in the background.
+`tenancy_of_keys` is what a router has without any of it: the keys of its configuration and no limits. `open_tenancy` is
+what the router process runs with; it looks after reloads and leases in the background.
 """
 
 import asyncio

@@ -22,11 +22,13 @@ settings.load_profile("repeat")
 _MACHINE = Machine()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Teams of threads that wait for each other on the same cores slow each other many times over. Torch reads this when it is imported.
+    # Teams of threads that wait for each other on the same cores slow each other many times over.
+    # Torch reads this when it is imported.
     os.environ["OMP_NUM_THREADS"] = "1"
 
 if not Path("/dev/nvidiactl").exists():
-    # Without a GPU Triton's kernels are interpreted. Triton reads this when it is imported, which transformers does too.
+    # Without a GPU Triton's kernels are interpreted. Triton reads this when it is imported,
+    # which transformers does too.
     os.environ["TRITON_INTERPRET"] = "1"
 
 

@@ -1,4 +1,5 @@
-"""Runs Python as on an image for GPUs that has torch and little else: `python -m tests.lean_image MODULE ...` imports, `... --pytest ARGS` tests.
+"""Runs Python as on an image for GPUs that has torch and little else:
+`python -m tests.lean_image MODULE ...` imports, `... --pytest ARGS` tests.
 
 What is installed here besides is not found by imports, as if it were not there.
 """

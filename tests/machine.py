@@ -10,13 +10,16 @@ _TESTS = Path(__file__).resolve().parent
 
 
 class Machine:
-    """The machine that the processes of one test run share. Each process has one of its own; a process that ends gives up its place.
+    """The machine that the processes of one test run share. Each process has one of its own;
+    a process that ends gives up its place.
 
-    A test that is to be alone waits until the others have ended. Whoever comes later waits behind it, so that it gets its turn.
+    A test that is to be alone waits until the others have ended. Whoever comes later waits behind it,
+    so that it gets its turn.
 
     Args:
         queue: Locked by the one process that is next.
-        running: Locked by the processes whose tests run. Two folders, whose locks need no files that somebody would have to remove.
+        running: Locked by the processes whose tests run. Two folders,
+            whose locks need no files that somebody would have to remove.
     """
 
     def __init__(self, queue: Path = _TESTS.parent, running: Path = _TESTS) -> None:

@@ -1,4 +1,6 @@
-"""The list of packages stands in pyproject.toml's `tool.setuptools.packages.find`; what else names them has the same ones."""
+"""The list of packages stands in pyproject.toml's `tool.setuptools.packages.find`;
+what else names them has the same ones.
+"""
 
 import re
 import shutil

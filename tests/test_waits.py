@@ -1,4 +1,6 @@
-"""No wait of a test for a thread or a process is without a bound: it would end by the suite's timeout, minutes later."""
+"""No wait of a test for a thread or a process is without a bound: it would end by the suite's timeout,
+minutes later.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -12,7 +14,9 @@ RUNS = ("subprocess.run", "subprocess.check_call", "subprocess.check_output")
 
 
 def unbounded(tree: ast.AST) -> Iterator[int]:
-    """Lines that wait for a thread, an event or a process for as long as it takes. What is awaited, or handed to `soon`, is none."""
+    """Lines that wait for a thread, an event or a process for as long as it takes. What is awaited,
+    or handed to `soon`, is none.
+    """
     for parent in ast.walk(tree):
         if isinstance(parent, ast.Await | ast.Call):
             continue

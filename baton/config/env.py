@@ -15,8 +15,9 @@ PATHS = {PREFIX + path.replace(".", "_").upper(): path for path in TYPES}
 """Name of the variable of every setting."""
 
 FILES = {f"{name}_FILE": name for name, path in PATHS.items() if path in SECRETS}
-"""Variables that name a file with a secret, such as BATON_CLUSTER_SECRET_FILE, and the variable whose place each takes: a file
-can be mounted for one process, and is neither inherited nor shown with the environment."""
+"""Variables that name a file with a secret, such as BATON_CLUSTER_SECRET_FILE, and the variable whose place each takes:
+a file can be mounted for one process, and is neither inherited nor shown with the environment.
+"""
 
 STANDARD = {
     "OTEL_EXPORTER_OTLP_ENDPOINT": "trace.endpoint",
@@ -36,8 +37,8 @@ def settings(environ: Mapping[str, str] | None = None) -> list[Setting]:
     """The settings that the environment gives. An empty value counts as not given.
 
     Raises:
-        ConfigError: A variable has the form of a setting of a known section, but there is no such setting; or one names a file
-            with a secret that cannot be read, is empty, or is given beside the secret itself.
+        ConfigError: A variable has the form of a setting of a known section, but there is no such setting; or one names
+            a file with a secret that cannot be read, is empty, or is given beside the secret itself.
     """
     given = os.environ if environ is None else environ
     found = [
@@ -92,21 +93,23 @@ def authenticate_ray(new_token: str | None) -> None:
 
 
 def outlast_ray_head() -> None:
-    """Has Ray's processes here wait for a head that is away instead of ending after a minute, unless the operator has decided; Ray reads
-    this when it is imported, and hands it to nodes that it starts.
+    """Has Ray's processes here wait for a head that is away instead of ending after a minute, unless the operator has
+    decided; Ray reads this when it is imported, and hands it to nodes that it starts.
     """
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_RAY_HEAD_WAIT_S))
 
 
 def have_threads_sleep(environ: MutableMapping[str, str]) -> None:
-    """Has OpenMP's threads sleep while they wait for each other, unless the operator says otherwise: by itself they wait busily, on cores
-    that other processes wait for. It reads this when it is loaded.
+    """Has OpenMP's threads sleep while they wait for each other, unless the operator says otherwise: by itself they
+    wait busily, on cores that other processes wait for. It reads this when it is loaded.
     """
     environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def quiet_grpc() -> None:
-    """Keeps gRPC's core from a line on standard error for every connection that fails its handshake. It reads this when it is imported."""
+    """Keeps gRPC's core from a line on standard error for every connection that fails its handshake.
+    It reads this when it is imported.
+    """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 

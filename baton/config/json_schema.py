@@ -1,7 +1,7 @@
 """The schema of cluster.yaml as JSON Schema (2020-12), for editors and for checks where Baton is not installed.
 
-It holds types, choices and names. A limit that JSON Schema has no word for stands in the setting's description; what has to fit together
-between settings only `baton.config.load.check` knows.
+It holds types, choices and names. A limit that JSON Schema has no word for stands in the setting's description; what
+has to fit together between settings only `baton.config.load.check` knows.
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
 """Builds the one `BatonConfig` of a process: file < environment < flags, checked before anything starts.
 
-Every error is one line that names the place of the value at fault: `cluster.yaml: router.port: expected int, got 'abc'`.
+Every error is one line that names the place of the value at fault:
+`cluster.yaml: router.port: expected int, got 'abc'`.
 """
 
 import difflib

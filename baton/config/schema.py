@@ -17,7 +17,8 @@ class ModelConfig:
         revision: Hub revision to pin.
         served_model_name: Names clients may use; empty for the model's own.
         dtype: `auto`, `float32`, `float16` or `bfloat16`.
-        quantization: How the matrices of the weights are held: `none` for as `dtype` says, or `int8`, on CPUs with AVX-512 VNNI.
+        quantization: How the matrices of the weights are held: `none` for as `dtype` says, or `int8`,
+            on CPUs with AVX-512 VNNI.
         max_model_len: Prompt and output together, in tokens; None for what the model was made for.
         seed: Seeds what a request leaves open.
     """
@@ -37,48 +38,52 @@ class EngineConfig:
 
     Attributes:
         kind: Which engine computes: `baton`, or `vllm` (docs/guides/choose-an-engine.md).
-        vllm: With `vllm`: settings of its own, by its own names. Those that have one of Baton's, or that Baton decides, are refused.
+        vllm: With `vllm`: settings of its own, by its own names. Those that have one of Baton's,
+            or that Baton decides, are refused.
         device: `auto`, `cpu` or `cuda`.
         block_size: Tokens per KV page, one number in the whole cluster; None for 64 on GPU and 16 on CPU.
         kv_cache_memory_bytes: Bytes of KV pages per worker; None derives it from the machine.
-        kv_cache_dtype: What KV pages hold: `auto` for what the model computes in (bfloat16 where a model of bfloat16 is only
-            widened for a CPU), or `fp8_e4m3`, 8 bits: twice the tokens of bfloat16 in the same memory, a little less exact.
-            One choice in the whole cluster.
+        kv_cache_dtype: What KV pages hold: `auto` for what the model computes in (bfloat16 where a model of bfloat16 is
+            only widened for a CPU), or `fp8_e4m3`, 8 bits: twice the tokens of bfloat16 in the same memory, a little
+            less exact. One choice in the whole cluster.
         gpu_memory_utilization: Share of the GPU's memory for weights and KV.
         max_num_seqs: Sequences that run at once.
         max_num_batched_tokens: Token budget of one step.
         enable_prefix_caching: Keep finished blocks for later prompts.
         num_threads: Threads for computing on the CPU; None divides the machine's cores among its workers.
-        cpu_product: What multiplies bfloat16 weights on a CPU: `panels`, own code in float32; `pairs`, the same in bfloat16,
-            where the processor multiplies it; `onednn`, torch's of bfloat16; `mixed`, `pairs` for decodes and `onednn` for
-            prompts, with the weights held twice; `widened`, torch's of float32; or `auto`, which takes the fastest: compared
-            once per kind of processor, in about a second, and kept in the user's cache directory. Where `deterministic` is set,
-            give all workers the same; `auto` is refused beside it where nothing can be kept, `mixed` always.
-        cuda_graphs: On a GPU, launch the kernels of a small step (decodes, and up to 128 tokens of prompts) all at once; captured at
-            start, which takes some seconds.
-        plan_ahead: Plan a step of nothing but decodes, and launch it, while the one before it is computed, so that no GPU waits
-            for the host between them; a request that comes meanwhile begins up to a step later. None does so on a GPU; on a CPU
-            it only costs.
+        cpu_product: What multiplies bfloat16 weights on a CPU: `panels`, own code in float32; `pairs`, the same in
+            bfloat16, where the processor multiplies it; `onednn`, torch's of bfloat16; `mixed`, `pairs` for decodes and
+            `onednn` for prompts, with the weights held twice; `widened`, torch's of float32; or `auto`, which takes the
+            fastest: compared once per kind of processor, in about a second, and kept in the user's cache directory.
+            Where `deterministic` is set, give all workers the same;
+            `auto` is refused beside it where nothing can be kept, `mixed` always.
+        cuda_graphs: On a GPU, launch the kernels of a small step (decodes, and up to 128 tokens of prompts) all at
+            once; captured at start, which takes some seconds.
+        plan_ahead: Plan a step of nothing but decodes, and launch it, while the one before it is computed, so that no
+            GPU waits for the host between them; a request that comes meanwhile begins up to a step later. None does so
+            on a GPU; on a CPU it only costs.
         bind_cores: Give each worker's computing threads cores of their own, where there are enough.
-        compile: On a GPU, have `torch.compile` fuse the little that a step computes between its kernels; takes up to a minute at start.
-        deterministic: A request gets the same bits whatever else is computed with it, whether its prefix was cached, and whichever
-            workers serve it, as long as all of them are set so and compute on processors of one kind. On a CPU prompts take longer; on a
-            GPU it takes Triton and 16 bits, and contexts are not cut into pieces.
+        compile: On a GPU, have `torch.compile` fuse the little that a step computes between its kernels;
+            takes up to a minute at start.
+        deterministic: A request gets the same bits whatever else is computed with it, whether its prefix was cached,
+            and whichever workers serve it, as long as all of them are set so and compute on processors of one kind. On
+            a CPU prompts take longer; on a GPU it takes Triton and 16 bits, and contexts are not cut into pieces.
         tbt_target_s: Time between tokens that a worker keeps for the sequences that decode on it while it computes
             prompts beside them, by computing less of these per step; a class of service that promises a time of its
             own (`router.slo_classes`) has that instead. None sets no bound for other requests.
-        prefill_order: Which prompt is computed next: `slack`, by priority and by the time that is left until the first token
-            is due; or `arrival`.
-        preemption: Which sequence is preempted when pages run out: by `arrival` the last arrived, by `priority` the lowest, by
-            `slo` the one with the longest target of time between tokens.
-        output_headroom: Share of the pages that all outputs may still take for which there must be room before another request
-            is admitted: at 0 most run at once, at 1 none with a single sample is ever preempted.
-        speculative_config: How workers that decode guess tokens, several of which one step can confirm, in vLLM's JSON names:
-            `{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 3}`, or by what was generated for
-            other requests of the same cache scope too `{"method": "suffix"}`, or by a second model of
-            the same vocabulary `{"method": "draft_model", "model": PATH, "num_speculative_tokens": 3}`, or by an EAGLE-3 head (method
-            `eagle3`, in vLLM's format), which prefill workers then need too: its KV goes with the model's, and workers of which only one has it refuse each other. What comes out is
-            the same bit for bit with `deterministic`; otherwise it needs batch-invariant arithmetic, as a row's last bits may depend on
+        prefill_order: Which prompt is computed next: `slack`, by priority and by the time that is left until the first
+            token is due; or `arrival`.
+        preemption: Which sequence is preempted when pages run out: by `arrival` the last arrived, by `priority` the
+            lowest, by `slo` the one with the longest target of time between tokens.
+        output_headroom: Share of the pages that all outputs may still take for which there must be room before another
+            request is admitted: at 0 most run at once, at 1 none with a single sample is ever preempted.
+        speculative_config: How workers that decode guess tokens, several of which one step can confirm, in vLLM's JSON
+            names: `{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 3}`,
+            or by what was generated for other requests of the same cache scope too `{"method": "suffix"}`, or by a
+            second model of the same vocabulary `{"method": "draft_model", "model": PATH, "num_speculative_tokens": 3}`,
+            or by an EAGLE-3 head (method `eagle3`, in vLLM's format), which prefill workers then need too: its KV goes
+            with the model's, and workers of which only one has it refuse each other. What comes out is the same bit for
+            bit with `deterministic`; otherwise it needs batch-invariant arithmetic, as a row's last bits may depend on
             how many are computed beside it. Empty for none.
     """
 
@@ -108,8 +113,8 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarConfig:
-    """What the form that a client wants an answer in (`response_format`, `structured_outputs`) may cost. Checked by routers, and again
-    by workers; give all of them the same.
+    """What the form that a client wants an answer in (`response_format`, `structured_outputs`) may cost. Checked by
+    routers, and again by workers; give all of them the same.
 
     Attributes:
         max_bytes: Longest schema, regular expression or grammar, as JSON or text; 256 KiB at most.
@@ -120,8 +125,9 @@ class GrammarConfig:
         step_fuel: Work to find which tokens may come next, once per token: about 70,000 take a millisecond.
         max_compiled: Compiled grammars that a process keeps, those used last.
         max_compiling_per_tenant: Grammars of one tenant that a router checks or has waiting for it; beyond that, 429.
-        check_s_per_minute_per_tenant: Seconds of a processor that a router gives to checking one tenant's new grammars, per minute, and
-            at once to who asked for none before; beyond that, 429 until as much time has passed. A grammar that is known costs nothing.
+        check_s_per_minute_per_tenant: Seconds of a processor that a router gives to checking one tenant's new grammars,
+            per minute, and at once to who asked for none before; beyond that, 429 until as much time has passed. A
+            grammar that is known costs nothing.
         threads: Threads that check or compile, per process.
     """
 
@@ -139,7 +145,8 @@ class GrammarConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloClass:
-    """One class of service: what is promised to the requests in it. None promises nothing, so that none is refused for it.
+    """One class of service: what is promised to the requests in it. None promises nothing,
+    so that none is refused for it.
 
     Attributes:
         ttft_s: Time to first token. A request that is predicted to miss it, because others wait, is refused at once.
@@ -168,40 +175,43 @@ class RouterConfig:
         host: Interface that HTTP binds to.
         port: HTTP port.
         api_keys: Accepted bearer keys; empty accepts everyone.
-        policy: Which workers run a request: `predictive`, `prefix_affinity`, `least_loaded`, `round_robin`, `random`, `session`,
-            or a class of the operator's own as `package.module:Class` (docs/guides/add-a-routing-policy.md).
-        local_prefill_tokens: With `predictive`, a decode worker may compute up to so many tokens of a prompt itself, where
-            that is predicted to be better; 0 forbids it.
+        policy: Which workers run a request: `predictive`, `prefix_affinity`, `least_loaded`, `round_robin`, `random`,
+            `session`, or a class of the operator's own as `package.module:Class` (docs/guides/add-a-routing-policy.md).
+        local_prefill_tokens: With `predictive`, a decode worker may compute up to so many tokens of a prompt itself,
+            where that is predicted to be better; 0 forbids it.
         local_prefill_stall_s: The longest time for which that may hold up the sequences that decode there.
-        local_decode_sequences: Where no decode worker has room, a prefill worker without a prompt to compute may decode up to so many
-            sequences itself; 0 forbids it.
-        chat_template: File of the template that conversations are written by, or the template itself; empty for the model's own.
-        chat_template_content_format: What the template is given as the content of a message: `string` for its text, `openai`
-            for a list of one part with that text, `auto` for what the template asks for.
-        tool_call_parser: How the model writes calls of tools, by vLLM's name for it; `auto` for what its chat template writes, `none` to refuse
-            tools.
+        local_decode_sequences: Where no decode worker has room, a prefill worker without a prompt to compute may decode
+            up to so many sequences itself; 0 forbids it.
+        chat_template: File of the template that conversations are written by, or the template itself;
+            empty for the model's own.
+        chat_template_content_format: What the template is given as the content of a message: `string` for its text,
+            `openai` for a list of one part with that text, `auto` for what the template asks for.
+        tool_call_parser: How the model writes calls of tools, by vLLM's name for it; `auto` for what its chat template
+            writes, `none` to refuse tools.
         reasoning_parser: The same of its reasoning; with `none` reasoning is part of the answer.
-        root_path: The path under which a proxy shows this server, such as `/llm`; whether the proxy takes it off makes no
-            difference.
+        root_path: The path under which a proxy shows this server, such as `/llm`; whether the proxy takes it off makes
+            no difference.
         max_body_bytes: Larger bodies get 413. Those of more than 32 KiB are parsed in pieces, one body at a time.
         request_timeout_s: Deadline of one request, queueing included.
         http_body_timeout_s: How long a request's body may take to come; then 408.
-        http_keep_alive_s: How long a client's connection may be open without a request. A load balancer in front that keeps idle
-            connections longer sends requests into ones that were just closed (deploy/README.md, "Behind a load balancer").
-        max_connections: HTTP connections on which requests are answered. Where there are as many, one without a request gives way to a
-            new one, and where all have one, probes are answered still. None for what the limit of file descriptors leaves.
+        http_keep_alive_s: How long a client's connection may be open without a request. A load balancer in front that
+            keeps idle connections longer sends requests into ones that were just closed (deploy/README.md, "Behind a
+            load balancer").
+        max_connections: HTTP connections on which requests are answered. Where there are as many, one without a request
+            gives way to a new one, and where all have one, probes are answered still.
+            None for what the limit of file descriptors leaves.
         max_attempts: How often the legs of a request may be started before it fails.
-        worker_wait_s: How long a request waits while there is no worker that could take it; then 503. About what a restart takes, model
-            included. One whose client has some of its tokens waits until its deadline.
+        worker_wait_s: How long a request waits while there is no worker that could take it; then 503. About what a
+            restart takes, model included. One whose client has some of its tokens waits until its deadline.
         silence_timeout_s: A worker that says nothing for this long, though it should twice per second, is suspected:
             its requests go on elsewhere, and it gets nothing new until it is heard from.
         max_queued_bytes_per_client: Output a slow client may leave unread before its request is cancelled.
         guardrails: Checks of what is asked and answered, in order: entry points of the group `baton.guardrails`, or
             `package.module:attribute`. Their code runs in the router.
-        slo_classes: Classes of service by name; `interactive`, `standard` and `batch` unless given. Requests of tenants that
-            name no class are `standard`, so there must be one.
-        prefill_window_tokens: Prompt tokens that a prefill worker is sent ahead; what comes after waits in the router, where
-            tenants take turns. Twice a step's budget (`engine.max_num_batched_tokens`) keeps a worker busy.
+        slo_classes: Classes of service by name; `interactive`, `standard` and `batch` unless given. Requests of tenants
+            that name no class are `standard`, so there must be one.
+        prefill_window_tokens: Prompt tokens that a prefill worker is sent ahead; what comes after waits in the router,
+            where tenants take turns. Twice a step's budget (`engine.max_num_batched_tokens`) keeps a worker busy.
         max_waiting_requests: Requests in line at most; beyond that, 429.
         max_waiting_requests_per_tenant: The same of one tenant.
         max_waiting_prompt_tokens: Prompt tokens in line at most; a token takes about 36 bytes.
@@ -243,8 +253,8 @@ class RolesConfig:
     """How workers' roles follow the load (`router/roles/planner.py`).
 
     Attributes:
-        planner: `off`; `dry_run`, which says what it would do; `on`. Of several routers that share a Redis (`tenants.redis_url`)
-            one plans.
+        planner: `off`; `dry_run`, which says what it would do; `on`. Of several routers that share a Redis
+            (`tenants.redis_url`) one plans.
         ttft_target_s: What has piled up on prefill workers is to be computed in this time.
         tbt_target_s: Time between tokens on decode workers, where no request was promised a shorter one.
         high_pressure: A worker changes its role when a pool has more than this share of what it should have at most.
@@ -325,17 +335,19 @@ class TransferConfig:
     """How KV pages are handed off.
 
     Attributes:
-        backends: Allowed backends, preferred first; those that are not installed, or do not reach the arena's memory, are not
-            offered.
-        ports: First and last TCP port on which peers of other hosts are let in to KV memory, as `7100-7199`; empty for any that
-            is free. Every pair of workers takes one on each side, and every backend one; 16 at least.
-        expect_timeout_s: How long a decode worker waits for an announced transfer; covers queueing at the prefill worker.
+        backends: Allowed backends, preferred first; those that are not installed, or do not reach the arena's memory,
+            are not offered.
+        ports: First and last TCP port on which peers of other hosts are let in to KV memory, as `7100-7199`; empty for
+            any that is free. Every pair of workers takes one on each side, and every backend one; 16 at least.
+        expect_timeout_s: How long a decode worker waits for an announced transfer;
+            covers queueing at the prefill worker.
         reserve_timeout_s: How long a decode worker may leave a reservation unanswered for lack of room.
         quiesce_timeout_s: How long an aborted transfer may stay unacknowledged before its peer is fenced.
-        lease_s: A prefill worker whose heartbeats stop for this long is suspected: it is cut off and another takes over.
+        lease_s: A prefill worker whose heartbeats stop for this long is suspected:
+            it is cut off and another takes over.
         retry_grace_s: How long a decode worker keeps a reservation for another prefill worker after one was lost.
-        pool_after_s: How long a computed prompt waits for room on its decode worker before it is left in the pool, to be fetched
-            from there; without a pool it waits on.
+        pool_after_s: How long a computed prompt waits for room on its decode worker before it is left in the pool, to
+            be fetched from there; without a pool it waits on.
         checksums: Verify every page before it is decoded.
     """
 
@@ -357,9 +369,11 @@ class PoolConfig:
     Attributes:
         enabled: Whether there is one. Off unless asked for: what it lacks stands in CHANGELOG.md, "Not yet".
         memory_bytes: Of this host's slab; None for a quarter of the memory that is free at start, 4 GiB at most.
-        nodes: Nodes to start here. More than one is for tests and demonstrations: each stands for a host, with workers of its own.
+        nodes: Nodes to start here. More than one is for tests and demonstrations: each stands for a host,
+            with workers of its own.
         address: Where the node's service for workers listens; empty for a Unix socket beside the workers'.
-        peer_address: `host:port` where nodes of other hosts reach this one; empty for a Unix socket, which those of this host reach.
+        peer_address: `host:port` where nodes of other hosts reach this one; empty for a Unix socket,
+            which those of this host reach.
         advertise_address: Where the directory says that it is, if not at `peer_address`.
         failure_domain: What fails together with this node: a rack, a zone. Copies of hot blocks go to another one.
         ssd_dir: Directory of the SSD tier; empty for none. It survives restarts.
@@ -382,7 +396,8 @@ class PoolConfig:
         fetch_timeout_s: What has not come from another node by then is given up.
         replicate_reads: Reads of a block in a minute from which on a second node is asked to hold it; 0: never.
         max_replicas: Nodes that hold a hot block because it is hot.
-        metrics_address: `host:port` of the node's Prometheus endpoint; empty for none, or the one that `cluster.metrics_port` gives.
+        metrics_address: `host:port` of the node's Prometheus endpoint; empty for none,
+            or the one that `cluster.metrics_port` gives.
     """
 
     enabled: bool = False
@@ -423,8 +438,8 @@ class WorkerConfig:
         worker_id: Stable name, such as `prefill-0`.
         role: What it serves.
         address: gRPC address it binds: `unix:/path` or `host:port`.
-        advertise_address: Where prefill workers reach its Transfer service, if not at `address`: behind a proxy, or bound to
-            every interface of a pod.
+        advertise_address: Where prefill workers reach its Transfer service, if not at `address`: behind a proxy, or
+            bound to every interface of a pod.
         stall_timeout_s: Work without progress for this long turns health to NOT_SERVING.
         drain_timeout_s: How long a drain waits for what is in flight.
         metrics_address: `host:port` of this worker's Prometheus endpoint; empty for none.
@@ -455,34 +470,36 @@ class ClusterConfig:
         hybrid_workers: Number of workers that do both. With these asked for, the numbers above default to 0.
         workers: Addresses of workers that run elsewhere; the router joins them to the ones started here.
         pool_nodes: Addresses of pool nodes that run elsewhere: the router watches what they hold.
-        discovery: How routers find workers and pool nodes that are not listed: `static`, not at all; `dns`, by the names below;
-            `redis`, where those that listen on TCP register (docs/guides/discovery.md).
-        worker_names: With `dns`: names of workers, `host:port` for A or AAAA records, or `_service._tcp.domain` for SRV records. A name
-            that ends with a dot is not tried under search domains.
+        discovery: How routers find workers and pool nodes that are not listed: `static`, not at all; `dns`, by the
+            names below; `redis`, where those that listen on TCP register (docs/guides/discovery.md).
+        worker_names: With `dns`: names of workers, `host:port` for A or AAAA records, or `_service._tcp.domain` for SRV
+            records. A name that ends with a dot is not tried under search domains.
         pool_node_names: With `dns`: the same of pool nodes.
         dns_servers: With `dns`: servers to ask, `address` or `address:port`; those of the system unless given.
         redis_url: With `redis`: where processes register, `redis://`, `rediss://` or `unix://`.
-        redis_prefix: Begins the keys there. It is the scope of discovery: clusters that share a Redis need different ones.
+        redis_prefix: Begins the keys there. It is the scope of discovery:
+            clusters that share a Redis need different ones.
         redis_timeout_s: How long an answer of Redis is waited for.
-        labels: Where this process stands, such as `{zone: a, rack: r7}`; registered with it, and shown by `baton status --json`.
+        labels: Where this process stands, such as `{zone: a, rack: r7}`; registered with it,
+            and shown by `baton status --json`.
         runtime_dir: Directory of this cluster's sockets; empty for one named after the HTTP port, in the machine's
             directory for temporary files. Made at start and removed at the end.
         secret: Cluster secret in hex (32 bytes); empty draws a new one at start.
-        tls_certificate: File with the certificate of this process (PEM, with those between it and the authority); empty for
-            one that is issued in memory from `secret`. Needs `tls_key` and `tls_authority`.
+        tls_certificate: File with the certificate of this process (PEM, with those between it and the authority); empty
+            for one that is issued in memory from `secret`. Needs `tls_key` and `tls_authority`.
         tls_key: File with its private key.
         tls_authority: File with the certificate by which those of the other processes are signed.
         restart_backoff_s: First wait before a process that ended is started again; doubles with each end in a row up to
-            `restart_backoff_max_s`. None at the first end of one that had served for a second. One end is forgiven for every five
-            seconds for which the process was ready.
+            `restart_backoff_max_s`. None at the first end of one that had served for a second. One end is forgiven for
+            every five seconds for which the process was ready.
         restart_backoff_max_s: Longest such wait.
         startup_timeout_s: How long a process may take to become ready without showing progress.
         drain_timeout_s: How long a stop waits for requests in flight.
-        standby: Whether `baton serve` keeps a process whose imports are done, which takes the place of a worker that ends; it
-            takes about 180 MiB. Not with vLLM.
+        standby: Whether `baton serve` keeps a process whose imports are done, which takes the place of a worker that
+            ends; it takes about 180 MiB. Not with vLLM.
         metrics_port: First of as many ports on the loopback interface as there are workers started here: each answers
-            Prometheus on one, in the order prefill, decode, hybrid; the pool's node, where there is one, on the next. None for
-            no such ports.
+            Prometheus on one, in the order prefill, decode, hybrid; the pool's node, where there is one, on the next.
+            None for no such ports.
     """
 
     prefill_workers: int = 1
@@ -516,12 +533,14 @@ class RayConfig:
     """What `baton serve --launcher ray` asks Ray for.
 
     Attributes:
-        address: Of the Ray cluster, `host:port`, or `auto` for the one that this machine belongs to; empty starts Ray on this machine.
+        address: Of the Ray cluster, `host:port`, or `auto` for the one that this machine belongs to;
+            empty starts Ray on this machine.
         num_cpus: CPUs of each worker; its engine computes with as many threads.
         num_gpus: GPUs of each worker.
         resources: Further resources of each worker, by Ray's names.
         labels: What the labels of a worker's node must be, as Ray's label selectors: `{ray.io/accelerator-type: H100}`.
-        strategy: How the workers of one pool lie: `SPREAD` over nodes, `PACK`, `STRICT_PACK` on one node, or `STRICT_SPREAD`.
+        strategy: How the workers of one pool lie: `SPREAD` over nodes, `PACK`, `STRICT_PACK` on one node,
+            or `STRICT_SPREAD`.
         placement_timeout_s: How long a place for each worker is waited for at start.
     """
 

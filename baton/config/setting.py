@@ -24,8 +24,9 @@ SECRETS = frozenset(
         "tenants.redis_url",
     }
 )
-"""Never shown: not in an error, not in a log, not in the environment or arguments of a child process. Each can be given as a file
-(`baton.config.env.FILES`)."""
+"""Never shown: not in an error, not in a log, not in the environment or arguments of a child process. Each can be given
+as a file (`baton.config.env.FILES`).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,8 @@ class NgramSpeculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuffixSpeculation:
-    """Drafts are what most often followed the text's last tokens, in itself and in other outputs of its scope (SuffixDecoding, Oliaro et al. 2024).
+    """Drafts are what most often followed the text's last tokens, in itself and in other outputs of its scope
+    (SuffixDecoding, Oliaro et al. 2024).
 
     Attributes:
         num_speculative_tokens: The most drafts of a sequence in a step.

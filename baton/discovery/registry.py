@@ -1,7 +1,9 @@
-"""The registrations of a cluster's processes in Redis: what a worker or a pool node says of itself, and for how long it holds.
+"""The registrations of a cluster's processes in Redis: what a worker or a pool node says of itself,
+and for how long it holds.
 
-Redis is a hint: a registration tells where to ask, and what answers there tells what it is. Each is sealed with the cluster's secret
-(`baton.seal`), bound to the scope, to the process and to its time; what is not is refused, counted and removed.
+Redis is a hint: a registration tells where to ask, and what answers there tells what it is. Each is sealed with the
+cluster's secret (`baton.seal`), bound to the scope, to the process and to its time; what is not is refused,
+counted and removed.
 """
 
 from collections.abc import Mapping

@@ -68,7 +68,9 @@ class AddressLimit:
                 self._shut(host, crowd, loop.time())
 
     def _shut(self, host: str, crowd: dict[str, int], now_s: float) -> None:
-        """Those that have been unproven for longest go first, so that a new one has time to prove itself; then the latest."""
+        """Those that have been unproven for longest go first, so that a new one has time to prove itself;
+        then the latest.
+        """
         unproven = [peer for peer in crowd if not self._counts.has_called(peer)]
         proven = [peer for peer in crowd if self._counts.has_called(peer)]
         unproven.sort(key=self._seen.__getitem__)

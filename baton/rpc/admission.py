@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def asker(context: "Context", words: str = "") -> str:
-    """Who calls, for logs and operators: the process that its certificate names, then what it says of itself in `words`.
+    """Who calls, for logs and operators: the process that its certificate names,
+    then what it says of itself in `words`.
 
     Over a Unix socket, which only processes of this user open, its words stand alone.
     """
@@ -68,7 +69,9 @@ class RoleAdmission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no
                 yield reply
 
         async def read(request: Any, context: "Context") -> object:
-            """A single request comes as bytes and is parsed here, once its caller may make the call; gRPC parses a stream as it is read."""
+            """A single request comes as bytes and is parsed here, once its caller may make the call;
+            gRPC parses a stream as it is read.
+            """
             if handler.request_streaming or parse is None:
                 return request
             try:

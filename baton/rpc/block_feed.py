@@ -1,7 +1,7 @@
 """A worker's half of the prefix index: which full blocks it holds, and what each router has been told of it.
 
-The engine's changes come once per step. A router's feed begins with a snapshot, goes on with changes, and starts over when
-the router asks for it or has fallen too far behind.
+The engine's changes come once per step. A router's feed begins with a snapshot, goes on with changes, and starts over
+when the router asks for it or has fallen too far behind.
 """
 
 from baton.blocks import BlockChanges, BlockReport, ChangeLog, joined

@@ -19,7 +19,9 @@ UNREAD_BYTES = 64 * 1024
 """Of a stream: HTTP/2's window, as it is without gRPC's probing, which lets it grow to megabytes."""
 
 FRAME_BYTES = 64 * 1024 * 1024
-"""Of an answer, which only a server that was dialled sends: the log-probabilities of a long prompt, a snapshot of leases."""
+"""Of an answer, which only a server that was dialled sends: the log-probabilities of a long prompt,
+a snapshot of leases.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

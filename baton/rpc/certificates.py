@@ -1,7 +1,8 @@
-"""The certificates of a cluster's processes: issued in memory from the cluster's secret, or read from an operator's files.
+"""The certificates of a cluster's processes: issued in memory from the cluster's secret,
+or read from an operator's files.
 
-Every process derives the same authority from the secret, so that whoever has the secret can prove it and can check others,
-and nobody else can do either (ADR 0021). A process's own key is drawn at its start and never leaves its memory.
+Every process derives the same authority from the secret, so that whoever has the secret can prove it and can check
+others, and nobody else can do either (ADR 0021). A process's own key is drawn at its start and never leaves its memory.
 """
 
 import datetime

@@ -1,7 +1,7 @@
 """gRPC channels and servers with the settings that every process shares.
 
-TCP connections are mutual TLS with the cluster's certificates (`credentials.py`). Unix sockets are not: their mode lets in
-processes of this user only.
+TCP connections are mutual TLS with the cluster's certificates (`credentials.py`). Unix sockets are not: their mode lets
+in processes of this user only.
 """
 
 import os
@@ -55,7 +55,8 @@ _SERVER_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
 ]
 
-# BoringSSL's words for a certificate out of its time and for one of another authority, and gRPC's for one of another role.
+# BoringSSL's words for a certificate out of its time and for one of another authority,
+# and gRPC's for one of another role.
 _OUT_OF_TIME = ("certificate has expired", "certificate is not yet valid")
 _OTHER_CLUSTER = ("CERTIFICATE_VERIFY_FAILED", "certificate signature failure")
 _OTHER_ROLE = "Hostname Verification Check failed"
@@ -137,7 +138,8 @@ def stranger(
 ) -> IncompatibleError | None:
     """What is wrong with the process at `address` if it is not the one meant; None if `error` has another cause.
 
-    Connecting again does not help until the process there, or this one, has the cluster's secret or a valid certificate.
+    Connecting again does not help until the process there, or this one,
+    has the cluster's secret or a valid certificate.
     """
     details = error.details() or ""
     if any(words in details for words in _OUT_OF_TIME):

@@ -1,4 +1,6 @@
-"""Counts the TCP connections to a process that proved their cluster and those that did not, and logs when some do not."""
+"""Counts the TCP connections to a process that proved their cluster and those that did not,
+and logs when some do not.
+"""
 
 import asyncio
 import contextlib

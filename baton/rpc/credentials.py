@@ -1,7 +1,7 @@
 """What a process proves itself with to the other processes of its cluster over TCP, and by which it knows them.
 
-Both ends of every TCP connection show a certificate of the cluster's authority before anything else is read (mutual TLS);
-its subject names role and process. Unix sockets need none: only processes of the same user can open them.
+Both ends of every TCP connection show a certificate of the cluster's authority before anything else is read (mutual
+TLS); its subject names role and process. Unix sockets need none: only processes of the same user can open them.
 """
 
 import asyncio
@@ -72,7 +72,9 @@ class ClusterCredentials:
 
     @property
     def version(self) -> int:
-        """Another one once an operator's files have changed: a channel keeps showing the certificate that it was opened with."""
+        """Another one once an operator's files have changed:
+        a channel keeps showing the certificate that it was opened with.
+        """
         if self._files is not None:
             self._current()
         return self._version
@@ -83,7 +85,9 @@ class ClusterCredentials:
         return grpc.ssl_channel_credentials(now.authority, now.key, now.chain)
 
     def for_server(self, limit: AddressLimit) -> grpc.ServerCredentials:
-        """For a server of the running event loop: peers without a certificate of the cluster are refused, and `limit` is told of each."""
+        """For a server of the running event loop: peers without a certificate of the cluster are refused,
+        and `limit` is told of each.
+        """
         loop = asyncio.get_running_loop()
         shown = self._current()
 
@@ -101,7 +105,9 @@ class ClusterCredentials:
         )
 
     def _current(self) -> "Certificates":
-        """Files that have changed are read again; those that cannot be used then are logged, and the last ones are kept."""
+        """Files that have changed are read again; those that cannot be used then are logged,
+        and the last ones are kept.
+        """
         if self._certificates is None or (
             self._files is not None and self._modified_ns() != self._changed_ns
         ):
@@ -115,7 +121,8 @@ class ClusterCredentials:
         return self._certificates
 
     def _load(self) -> None:
-        # Most clusters of one host use Unix sockets only; importing `cryptography` would cost each of their processes 70 ms.
+        # Most clusters of one host use Unix sockets only;
+        # importing `cryptography` would cost each of their processes 70 ms.
         from baton.rpc import certificates
 
         if self._files is None:

@@ -30,7 +30,8 @@ def generate(out: Path) -> None:
         f"--mypy_grpc_out=quiet:{out}",
         *map(str, contracts),
     ]
-    # In a process of its own: loaded here, the compiler's C++ runtime would break that of NIXL ("munmap_chunk(): invalid pointer").
+    # In a process of its own: loaded here, the compiler's C++ runtime would break that of NIXL ("munmap_chunk():
+    # invalid pointer").
     if subprocess.run(command, check=False).returncode != 0:  # noqa: S603  # our own words
         raise RuntimeError("protoc failed")
 

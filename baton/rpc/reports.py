@@ -1,4 +1,6 @@
-"""What a worker reports of itself, between protobuf messages and Baton's own types: its load, its blocks, what failed."""
+"""What a worker reports of itself, between protobuf messages and Baton's own types: its load, its blocks,
+what failed.
+"""
 
 from dataclasses import fields
 

@@ -1,4 +1,6 @@
-"""Spans to OpenTelemetry. The only module that knows its packages, which are an extra: `pip install baton-serve[otel]`."""
+"""Spans to OpenTelemetry. The only module that knows its packages, which are an extra:
+`pip install baton-serve[otel]`.
+"""
 
 import importlib
 import threading

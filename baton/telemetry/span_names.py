@@ -1,4 +1,6 @@
-"""Names of spans and of their attributes. OpenTelemetry's names for generative AI still move: they stand here and nowhere else."""
+"""Names of spans and of their attributes. OpenTelemetry's names for generative AI still move:
+they stand here and nowhere else.
+"""
 
 ADMISSION = "baton.admission"
 ROUTE = "baton.route"

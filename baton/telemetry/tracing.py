@@ -1,8 +1,8 @@
 """Traces of requests: the ports through which spans are recorded, and the tracer that records none.
 
-A request's way has known stations (`baton.telemetry.span_names`). Each process records its own, after they are over, under the
-request's own span: the router begins that one, and its name in W3C's form (`traceparent`) travels with the request to the
-workers. A request without such a name is not traced, and costs nothing.
+A request's way has known stations (`baton.telemetry.span_names`). Each process records its own, after they are over,
+under the request's own span: the router begins that one, and its name in W3C's form (`traceparent`) travels with the
+request to the workers. A request without such a name is not traced, and costs nothing.
 """
 
 from collections.abc import Mapping

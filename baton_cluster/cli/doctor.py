@@ -158,8 +158,8 @@ def check_instructions() -> Finding:
 
 
 def check_cpu_products() -> Finding:
-    """What multiplies bfloat16 weights here; measured, for under a second, where no worker has done so. In a process of its own: importing
-    torch takes seconds.
+    """What multiplies bfloat16 weights here; measured, for under a second, where no worker has done so. In a process of
+    its own: importing torch takes seconds.
     """
     name = "bfloat16 on this CPU"
     command = [sys.executable, "-m", "baton_engine.kernels.cpu.product_choice"]
@@ -350,7 +350,9 @@ def check_runtime_dir() -> Finding:
 
 
 def check_drained_workers() -> Finding:
-    """A drained worker of a cluster that runs here takes nothing new until an operator takes it back, or it starts again."""
+    """A drained worker of a cluster that runs here takes nothing new until an operator takes it back,
+    or it starts again.
+    """
     name, drained = "drained workers", []
     for cluster in running_clusters():
         if not (cluster / ROUTER_SOCKET).exists():

@@ -1,4 +1,5 @@
-"""`baton drain NAME`: a worker of a running cluster takes nothing new; what it has ends first. `baton undrain` takes it back.
+"""`baton drain NAME`: a worker of a running cluster takes nothing new; what it has ends first.
+`baton undrain` takes it back.
 
 The last worker that decodes, or that prefills for others, is drained with `--force` only.
 """

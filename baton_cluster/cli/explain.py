@@ -1,5 +1,6 @@
-"""`baton explain REQUEST_ID`: why a running cluster's router sent a request where it did, and how it went; with `--story`, what
-the router and its workers did about it, event by event, or what happened to a process of the cluster or was decided about a tenant.
+"""`baton explain REQUEST_ID`: why a running cluster's router sent a request where it did, and how it went; with
+`--story`, what the router and its workers did about it, event by event,
+or what happened to a process of the cluster or was decided about a tenant.
 """
 
 import argparse
@@ -107,7 +108,8 @@ async def fetch(address: str, request_id: str) -> ExplainReply:
 
 
 async def fetch_story(cluster: Path, name: str) -> StoryReply:
-    """Asks the launcher of the cluster at `cluster` about a process of that name, and its router about a request, worker or tenant.
+    """Asks the launcher of the cluster at `cluster` about a process of that name,
+    and its router about a request, worker or tenant.
 
     Raises:
         UnavailableError: The router does not answer, and `name` is no process that the launcher knows.

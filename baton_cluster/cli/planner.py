@@ -1,6 +1,8 @@
-"""`baton planner hold|resume`: has the planner of a running cluster's router change no roles, until it is told to go on.
+"""`baton planner hold|resume`: has the planner of a running cluster's router change no roles,
+until it is told to go on.
 
-With several routers the one that plans is to be asked; another one says so. `baton explain --planner` tells what it found and did.
+With several routers the one that plans is to be asked; another one says so.
+`baton explain --planner` tells what it found and did.
 """
 
 import argparse

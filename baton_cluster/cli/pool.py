@@ -1,4 +1,6 @@
-"""`baton pool top`, `story` and `flush`: what the pool's node of this host holds, what happened to a block, how to make it forget."""
+"""`baton pool top`, `story` and `flush`: what the pool's node of this host holds, what happened to a block,
+how to make it forget.
+"""
 
 import argparse
 import asyncio

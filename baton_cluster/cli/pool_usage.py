@@ -23,7 +23,9 @@ _Reply = TypeVar("_Reply")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantPoolUsage:
-    """One tenant's part of a node. `quota_bytes` is None where there is no limit, `hit_rate` where it has asked for nothing."""
+    """One tenant's part of a node. `quota_bytes` is None where there is no limit,
+    `hit_rate` where it has asked for nothing.
+    """
 
     tenant: str
     dram_bytes: int

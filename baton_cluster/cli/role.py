@@ -1,7 +1,7 @@
 """`baton role NAME prefill|decode|hybrid`: changes what a worker of a running cluster takes, without a restart.
 
-The worker finishes what its new role does not take; routers send that elsewhere meanwhile. Its pages and its prefix cache stay.
-The last worker that decodes, or that prefills for others, gives that up with `--force` only.
+The worker finishes what its new role does not take; routers send that elsewhere meanwhile. Its pages and its prefix
+cache stay. The last worker that decodes, or that prefills for others, gives that up with `--force` only.
 """
 
 import argparse

@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def operator_credentials() -> ClusterCredentials | None:
-    """What an operator proves itself with to processes that are reached over TCP: by BATON_CLUSTER_SECRET or BATON_CLUSTER_TLS_*."""
+    """What an operator proves itself with to processes that are reached over TCP:
+    by BATON_CLUSTER_SECRET or BATON_CLUSTER_TLS_*.
+    """
     cluster = load(environment=env.settings()).cluster
     if not cluster.secret:
         return None

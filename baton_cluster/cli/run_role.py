@@ -1,8 +1,8 @@
 """`baton run ROLE`: one process of a cluster whose others are started elsewhere, by hand or by an orchestrator.
 
 It is the same child that a launcher starts, with a part that this module decides: Baton does not restart it, and it
-knows the others by their addresses alone (`cluster.workers`, `cluster.discovery`, `pool.address`). It ends with SIGTERM or Ctrl-C, after
-its drain.
+knows the others by their addresses alone (`cluster.workers`, `cluster.discovery`, `pool.address`). It ends with SIGTERM
+or Ctrl-C, after its drain.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""`baton status`: the workers of a running cluster, as its router sees them, over the router's own Unix socket; and the pool
-of this host, as its node sees itself.
+"""`baton status`: the workers of a running cluster, as its router sees them, over the router's own Unix socket; and the
+pool of this host, as its node sees itself.
 """
 
 import argparse
@@ -147,7 +147,9 @@ def render(status: StatusReport) -> Table:
 
 
 def strangers(status: StatusReport) -> list[str]:
-    """A line per address at which no worker is used, with why, and one for each question that discovery got no answer to."""
+    """A line per address at which no worker is used, with why,
+    and one for each question that discovery got no answer to.
+    """
     lines = []
     for worker in status.workers:
         if worker.worker_id:

@@ -21,7 +21,9 @@ def story_text(reply: StoryReply, about: str, *, as_json: bool) -> str:
 
 
 def story_lines(reply: StoryReply) -> list[str]:
-    """A line per event, at milliseconds after the first, with process and core; one more per action, or per several that are alike."""
+    """A line per event, at milliseconds after the first, with process and core; one more per action,
+    or per several that are alike.
+    """
     began_s = reply.entries[0].at_s
     process = max(len(entry.process) for entry in reply.entries)
     core = max(len(entry.core) for entry in reply.entries)

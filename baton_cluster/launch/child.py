@@ -1,7 +1,7 @@
 """What every child process has in common, whatever its role: lifeline, signals, logs, and how it ends.
 
-A child ends well when the launcher asks it to (SIGTERM) or has died (end of the lifeline); then its role drains what is in
-flight. It ends badly with one `fatal` status line. SIGINT is ignored: Ctrl-C is the launcher's to handle.
+A child ends well when the launcher asks it to (SIGTERM) or has died (end of the lifeline); then its role drains what is
+in flight. It ends badly with one `fatal` status line. SIGINT is ignored: Ctrl-C is the launcher's to handle.
 """
 
 import asyncio
@@ -131,8 +131,8 @@ def _be(
 
 
 def _call_niced(call: Callable[[], None]) -> None:
-    """Calls in a thread of the lowest priority. On Linux that is a thread's own, so that the process, which could not take it back
-    without privileges, keeps its priority for the time when it serves.
+    """Calls in a thread of the lowest priority. On Linux that is a thread's own, so that the process, which could not
+    take it back without privileges, keeps its priority for the time when it serves.
     """
 
     def niced() -> None:

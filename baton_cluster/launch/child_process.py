@@ -151,7 +151,8 @@ async def _exec(
         pass_fds=(lifeline_fd, *assignment.inherited_fds),
         env=env.child_environment(
             num_threads=plan.num_threads,
-            # vLLM computes a step in hundreds of parallel regions: one thread that waits for its core has all of them wait.
+            # vLLM computes a step in hundreds of parallel regions:
+            # one thread that waits for its core has all of them wait.
             threads_sleep=assignment.config.engine.kind == "vllm",
             import_path=_checkout(),
         ),

@@ -1,6 +1,8 @@
-"""The story of a cluster's child at the launcher's own Unix socket: when it was started, what it said, how it ended, what followed.
+"""The story of a cluster's child at the launcher's own Unix socket: when it was started, what it said,
+how it ended, what followed.
 
-Beside the router's, because the router is a child too. A connection sends a name and a line's end, gets a `StoryReply`, and is closed.
+Beside the router's, because the router is a child too. A connection sends a name and a line's end,
+gets a `StoryReply`, and is closed.
 """
 
 import asyncio
@@ -45,7 +47,8 @@ async def serve_stories(
 
 
 async def ask_story(folder: Path, name: str) -> StoryReply:
-    """What the launcher of the cluster in `folder` remembers of one of its children; empty where it knows none of that name.
+    """What the launcher of the cluster in `folder` remembers of one of its children;
+    empty where it knows none of that name.
 
     Raises:
         UnavailableError: It does not answer.

@@ -1,7 +1,7 @@
 """Runs a whole cluster on this machine: binds the HTTP port, starts router and workers as processes, supervises them.
 
-The decisions are `supervisor.py`'s; here they become processes and signals. Used by `baton serve` and `baton demo`, and by
-tests and benchmarks:
+The decisions are `supervisor.py`'s; here they become processes and signals. Used by `baton serve` and `baton demo`, and
+by tests and benchmarks:
 
     async with LocalCluster(config) as cluster:
         await client.post(f"{cluster.url}/v1/completions", json=...)

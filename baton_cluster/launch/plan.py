@@ -55,7 +55,9 @@ class ChildPlan:
 
     @property
     def stop_rank(self) -> int:
-        """The router first: it stops accepting and drains while the workers still serve. The pool outlives its users."""
+        """The router first: it stops accepting and drains while the workers still serve.
+        The pool outlives its users.
+        """
         return _STOP_RANKS.get(self.role, _WORKER_STOP_RANK)
 
     @property
@@ -189,7 +191,9 @@ def assignment_of(
 
 
 def node_config(config: BatonConfig, number: int) -> PoolConfig:
-    """The pool as one of the nodes of a resolved `config` has it. Of several, each has a place and a failure domain of its own."""
+    """The pool as one of the nodes of a resolved `config` has it. Of several,
+    each has a place and a failure domain of its own.
+    """
     pool = config.pool
     if pool.nodes == 1:
         return pool

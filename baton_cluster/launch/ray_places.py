@@ -1,7 +1,9 @@
-"""Places for workers on a Ray cluster: a placement group per pool, a bundle per worker, an actor per start of a worker (ADR 0031).
+"""Places for workers on a Ray cluster: a placement group per pool, a bundle per worker,
+an actor per start of a worker (ADR 0031).
 
-Ray places and hosts. It repeats nothing: the launcher's supervisor starts a worker again, as a new actor and a new incarnation in the
-same bundle. Routers find workers by their registrations in Redis and never ask Ray, which is imported only here.
+Ray places and hosts. It repeats nothing: the launcher's supervisor starts a worker again, as a new actor and a new
+incarnation in the same bundle. Routers find workers by their registrations in Redis and never ask Ray,
+which is imported only here.
 """
 
 import asyncio
@@ -150,8 +152,8 @@ class RayPlaces:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Gives every place back; what still runs in one is ended by Ray. Does not wait for a head that is away: Ray gives places back
-        by itself once it hears that their owner is gone.
+        """Gives every place back; what still runs in one is ended by Ray. Does not wait for a head that is away: Ray
+        gives places back by itself once it hears that their owner is gone.
         """
         giving = threading.Thread(target=self._give_back, name="give places back", daemon=True)
         giving.start()
@@ -175,7 +177,9 @@ class RayPlaces:
         return RayChild(self._ray, lambda: self._actor(role, name, bundle), plan, assignment)
 
     def _actor(self, role: Role, name: str, bundle: int) -> Any:
-        """Blocks while the head is away: that of a named actor is the registration that Ray answers, so that a refusal is heard."""
+        """Blocks while the head is away: that of a named actor is the registration that Ray answers,
+        so that a refusal is heard.
+        """
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         settings = self._config.ray
         scheduling = strategies.PlacementGroupSchedulingStrategy(
@@ -282,8 +286,8 @@ class RayChild:
         call.add_done_callback(self._calls.discard)
 
     def kill(self) -> None:
-        """Ends the actor, and Ray with it the worker below it. If the head is away Ray does so when it returns: until then its bundle
-        has no room for another.
+        """Ends the actor, and Ray with it the worker below it. If the head is away Ray does so when it returns: until
+        then its bundle has no room for another.
         """
         self._is_killed = True
         if self._actor is None:

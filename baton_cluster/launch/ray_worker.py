@@ -1,7 +1,7 @@
 """The actor of one worker on a Ray node: starts the process that the local launcher would, and passes on what it says.
 
-The worker's service runs in a process of its own, below the actor, for it owns its signals, its event loop and its end. It has the
-devices that Ray gave the actor. When the actor dies, Ray ends the process too.
+The worker's service runs in a process of its own, below the actor, for it owns its signals, its event loop and its end.
+It has the devices that Ray gave the actor. When the actor dies, Ray ends the process too.
 """
 
 import socket

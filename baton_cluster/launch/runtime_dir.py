@@ -1,4 +1,5 @@
-"""The directory of a running cluster's sockets, and the lock that tells a living cluster from the leavings of a dead one.
+"""The directory of a running cluster's sockets, and the lock that tells a living cluster from the leavings of a dead
+one.
 
 The lock is a `flock` on one file description that the launcher opens and every child inherits: the kernel holds it as
 long as any of these processes lives, and lets go when the last one is gone, however it died. So no process has to
@@ -136,7 +137,9 @@ def pool_address(path: Path) -> str:
 
 
 def kv_socket(path: Path, name: str) -> Path:
-    """Where the child `name` gives the descriptor of its KV memory to peers: a decode worker's arena, the pool's slab."""
+    """Where the child `name` gives the descriptor of its KV memory to peers: a decode worker's arena,
+    the pool's slab.
+    """
     return path / f"{name}.kv.sock"
 
 

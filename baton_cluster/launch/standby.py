@@ -1,7 +1,8 @@
 """A process with its imports done that waits to become the next worker which the launcher starts.
 
-Most of a small model's start is imports (torch's above all). A worker that takes over such a process is what it would be if it had been
-started directly: the same module, environment, descriptors, session and, once it has its part, command line.
+Most of a small model's start is imports (torch's above all). A worker that takes over such a process is what it would
+be if it had been started directly: the same module, environment, descriptors, session and,
+once it has its part, command line.
 """
 
 import asyncio

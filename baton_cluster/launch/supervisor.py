@@ -7,10 +7,10 @@ Pure: no processes, no clock. Time comes in as `now_s` (monotonic seconds). The 
        └────back-off─────┴─────────────────┘        on stop: any ──▶ STOPPING ──exit──▶ GONE
 
 A child that ends before it was ever ready ends the launch: a wrong model path does not get better by trying again. Once
-it has been ready, its end is an accident, and it starts again: at once if it has served and did not end lately, else after a wait
-that doubles (`baton.backoff`) with each end that is not forgiven yet. So one that ends soon after every start waits, and one that
-serves between its ends does not. A child without which the others can serve is never waited for, and whenever it ends, that is
-an accident.
+it has been ready, its end is an accident, and it starts again: at once if it has served and did not end lately, else
+after a wait that doubles (`baton.backoff`) with each end that is not forgiven yet. So one that ends soon after every
+start waits, and one that serves between its ends does not. A child without which the others can serve is never waited
+for, and whenever it ends, that is an accident.
 """
 
 from collections.abc import Callable, Iterable
@@ -252,7 +252,9 @@ class Supervisor:
         return actions
 
     def _record(self, event: Event, actions: list[Action], now_s: float) -> None:
-        """Logs the event under each child that it or one of the actions names, with the actions that name no other child."""
+        """Logs the event under each child that it or one of the actions names,
+        with the actions that name no other child.
+        """
         about = {name: None for what in (event, *actions) if (name := getattr(what, "name", ""))}
         for name in about:
             its = [action for action in actions if getattr(action, "name", name) == name]

@@ -1,1 +1,3 @@
-"""The KV pages themselves: reference counts, the prefix tree, the arena. Which sequence owns which stands in `scheduling/kv_cache_manager.py`."""
+"""The KV pages themselves: reference counts, the prefix tree, the arena. Which sequence owns which stands in
+`scheduling/kv_cache_manager.py`.
+"""

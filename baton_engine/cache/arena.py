@@ -34,8 +34,8 @@ class KvArena:
     Args:
         layout: Shape of the pages.
         num_blocks: Pages per layer.
-        buffer: At least `layout.region_bytes(num_blocks)` writable bytes: host memory, or a tensor `[size_bytes]` uint8 on the
-            model's device. Must outlive the arena.
+        buffer: At least `layout.region_bytes(num_blocks)` writable bytes: host memory, or a tensor `[size_bytes]` uint8
+            on the model's device. Must outlive the arena.
 
     Raises:
         ValueError: The buffer is too small or read-only.
@@ -91,12 +91,13 @@ class KvArena:
 
 
 class DrafterPages:
-    """The pages of an arena as a draft model sees them: its layers stand behind the model's own, several of them in one of the arena where
-    each takes less.
+    """The pages of an arena as a draft model sees them: its layers stand behind the model's own, several of them in one
+    of the arena where each takes less.
 
         arena     layer 0 .. 31 the model's | layer 32  page 0 [draft 0, draft 1]  page 1 [draft 0, draft 1] ..
 
-    A drafter's layer begins at its part of page 0, and its pages are as large as that part: page i of the arena is its page `stride * i`.
+    A drafter's layer begins at its part of page 0, and its pages are as large as that part:
+    page i of the arena is its page `stride * i`.
 
     Args:
         arena: All pages.
@@ -127,7 +128,8 @@ class DrafterPages:
 
 
 class HiddenPages:
-    """A vector per token in layers of an arena: what a drafter reads of the model stands where the token's KV stands, and goes where that goes.
+    """A vector per token in layers of an arena: what a drafter reads of the model stands where the token's KV stands,
+    and goes where that goes.
 
     Args:
         arena: All pages; its last one is nobody's where places are negative.
@@ -189,7 +191,9 @@ class PageKernels:
 
 
 def page_kernels(arena: KvArena) -> PageKernels | None:
-    """The kernels of an arena on a GPU; None for one in host memory, and without Triton: the driver's own copies serve there."""
+    """The kernels of an arena on a GPU; None for one in host memory, and without Triton:
+    the driver's own copies serve there.
+    """
     if arena.device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     from baton_engine.kernels.triton.page_move import PageKernel

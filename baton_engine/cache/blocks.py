@@ -16,9 +16,9 @@ from baton_engine.cache.prefix_tree import Node, PrefixTree
 class BlockManager:
     """Reference-counted pages of one arena.
 
-    A page is *used* (some sequence references it), *cached* (no sequence does, but its key is held in the prefix tree) or
-    *free*; the three counts always sum to the total. A cached page is given away, longest unused first, when no free one
-    is left, so `available` is free and cached together.
+    A page is *used* (some sequence references it), *cached* (no sequence does, but its key is held in the prefix tree)
+    or *free*; the three counts always sum to the total. A cached page is given away, longest unused first, when no free
+    one is left, so `available` is free and cached together.
 
     Not thread-safe: one owner, but for `generation` and what `story` tells.
 
@@ -59,8 +59,8 @@ class BlockManager:
         return len(self._free) + self._tree.num_idle
 
     def generation(self, block: BlockId) -> int:
-        """How often the page has been handed out. It is raised before the page may be written, so a reader that reads the same
-        number before and after it reads the page, from any thread, has read what stood there at first.
+        """How often the page has been handed out. It is raised before the page may be written, so a reader that reads
+        the same number before and after it reads the page, from any thread, has read what stood there at first.
         """
         return self._generations[block]
 
@@ -97,8 +97,8 @@ class BlockManager:
     def writable(self, block: BlockId) -> BlockId | None:
         """A page that one reference of `block` may be written through: itself when it is not shared, else a fresh one.
 
-        In the second case the reference has moved to the fresh page, into which the caller must have the content of `block`
-        copied before it is written. None when there is no room; nothing has changed then.
+        In the second case the reference has moved to the fresh page, into which the caller must have the content of
+        `block` copied before it is written. None when there is no room; nothing has changed then.
         """
         if self._references[block] == 1:
             return block
@@ -110,8 +110,8 @@ class BlockManager:
     def publish(self, key: BlockKey, block: BlockId, parent: BlockId | None) -> BlockId:
         """Lets later prompts find the full page `block`, which its caller uses.
 
-        When another page is held under `key` already, the caller gets a reference to that one and puts it in the place of
-        its own, which stays referenced until the caller releases it. Thus equal text is held once, and a user of a
+        When another page is held under `key` already, the caller gets a reference to that one and puts it in the place
+        of its own, which stays referenced until the caller releases it. Thus equal text is held once, and a user of a
         held page uses all the held pages before it, on which eviction in the tree relies.
 
         Args:
@@ -123,7 +123,8 @@ class BlockManager:
             The page held under `key`.
 
         Raises:
-            InvariantError: The page was shared before it was published: the others would keep it without what is before it.
+            InvariantError: The page was shared before it was published:
+                the others would keep it without what is before it.
         """
         if self._references[block] != 1 and block not in self._tree:
             raise self._broken(block, "is to be published after it was shared")
@@ -146,7 +147,9 @@ class BlockManager:
                 self._free.append(block)
 
     def discard(self, blocks: Sequence[BlockId]) -> None:
-        """Frees those of the pages `blocks` of one text that are cached, last page first, as far as no other text needs them."""
+        """Frees those of the pages `blocks` of one text that are cached, last page first,
+        as far as no other text needs them.
+        """
         nodes = map(self._tree.discard, reversed(blocks))
         self._free += self._given_up("discarded", filter(None, nodes))
 

@@ -1,4 +1,6 @@
-"""How many KV pages a worker gets: asked for in bytes, or derived from what could ever be used and what the machine has."""
+"""How many KV pages a worker gets: asked for in bytes,
+or derived from what could ever be used and what the machine has.
+"""
 
 from dataclasses import dataclass
 
@@ -48,8 +50,8 @@ def affordable_on_gpu(
 def num_blocks(config: EngineConfig, demand: ArenaDemand) -> int:
     """Pages of the arena.
 
-    Unasked, it is what `max_num_seqs` sequences of the longest kind can use, within what is affordable; but at least one longest
-    sequence.
+    Unasked, it is what `max_num_seqs` sequences of the longest kind can use, within what is affordable; but at least
+    one longest sequence.
 
     Raises:
         ConfigError: The asked bytes do not hold a single page.

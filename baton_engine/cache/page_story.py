@@ -1,7 +1,8 @@
-"""What happened to the pages of one arena lately: who took, shared, published and gave back which, and what was evicted.
+"""What happened to the pages of one arena lately: who took, shared, published and gave back which,
+and what was evicted.
 
-The story (`baton.story`) of the engine's cache. An entry is an operation and not a page: the pages of a prompt are taken, published
-and freed together, and most steps of a decoding sequence change nothing here.
+The story (`baton.story`) of the engine's cache. An entry is an operation and not a page: the pages of a prompt are
+taken, published and freed together, and most steps of a decoding sequence change nothing here.
 """
 
 from collections import deque
@@ -49,7 +50,9 @@ class PageStory:
             self._num_ids -= len(old_blocks) + len(old_keys)
 
     def story(self, about: SeqId | BlockId | BlockKey) -> tuple[StoryEntry, ...]:
-        """What is left of the operations on one sequence, page or block, oldest first. May be called from any thread."""
+        """What is left of the operations on one sequence, page or block, oldest first.
+        May be called from any thread.
+        """
         return tuple(
             StoryEntry(
                 core="cache", at_s=at_s, event=_told(event, seq_id, blocks, keys), actions=()

@@ -1,8 +1,8 @@
 """Which full KV pages can be found again, and in which order they are given up.
 
 Stands between the scheduler, which matches every prompt against it before computing anything, and the pages' reference
-counts (`baton_engine.cache.blocks`). A radix tree over block keys, as in SGLang's RadixAttention: a key stands for its block and
-everything before it, so a dictionary of keys is the whole lookup structure and a node only knows its parent.
+counts (`baton_engine.cache.blocks`). A radix tree over block keys, as in SGLang's RadixAttention: a key stands for its
+block and everything before it, so a dictionary of keys is the whole lookup structure and a node only knows its parent.
 """
 
 from collections import OrderedDict
@@ -29,9 +29,9 @@ class Node:
 class PrefixTree:
     """Full pages by key; those that no sequence uses are *idle*, kept until their page is wanted.
 
-    A sequence that uses a page uses every page before it, and releases them last page first. Hence a page never becomes idle
-    before its children do, the page that has been idle longest never has a child, and least-recently-used eviction from
-    the leaves is one ordered dictionary: every operation below costs O(1) per page.
+    A sequence that uses a page uses every page before it, and releases them last page first. Hence a page never becomes
+    idle before its children do, the page that has been idle longest never has a child, and least-recently-used eviction
+    from the leaves is one ordered dictionary: every operation below costs O(1) per page.
 
     Not thread-safe: one owner.
 
@@ -105,7 +105,9 @@ class PrefixTree:
         del self._idle[block]
 
     def evict(self, count: int) -> list[Node]:
-        """Forgets the `count` pages that have been idle longest, or all idle ones if they are fewer, and gives them away."""
+        """Forgets the `count` pages that have been idle longest, or all idle ones if they are fewer,
+        and gives them away.
+        """
         evicted = list(islice(self._idle.values(), count))
         for node in evicted:
             if node.num_children:
@@ -133,7 +135,9 @@ class PrefixTree:
         return InvariantError(f"page {block} {what}", story=self._story.story(block))
 
     def check_integrity(self) -> None:
-        """Raises InvariantError unless the two directories agree, counts are right and no used page hangs on an idle one."""
+        """Raises InvariantError unless the two directories agree,
+        counts are right and no used page hangs on an idle one.
+        """
         children: dict[BlockId, int] = dict.fromkeys(self._by_block, 0)
         for key, node in self._by_key.items():
             if node.key != key or self._by_block.get(node.block) is not node:

@@ -35,8 +35,9 @@ _BLANK = -1
 class FakeRunner:
     """Draws tokens from what stands in the pages, as a model would.
 
-    The "KV" of a token is a hash of the token and the KV before it, read back from the page it was written to. What is drawn
-    depends on the last KV and the sample alone: a wrong page, a lost copy or a stale block gives other tokens or raises.
+    The "KV" of a token is a hash of the token and the KV before it, read back from the page it was written to. What is
+    drawn depends on the last KV and the sample alone: a wrong page,
+    a lost copy or a stale block gives other tokens or raises.
 
     Args:
         limits: Of the engine; sizes the arena and the vocabulary.
@@ -82,7 +83,9 @@ class FakeRunner:
         self._source = source
 
     def launch(self, plan: StepPlan) -> Launched:
-        """See StepRunner. Computes as late as any GPU: when it is asked for the outcome, from what it was given here."""
+        """See StepRunner. Computes as late as any GPU: when it is asked for the outcome,
+        from what it was given here.
+        """
         seen = tuple(replace(row, seq=_as_it_is(row.seq)) for row in plan.rows)
         return partial(self._compute_late, replace(plan, rows=seen))
 
@@ -175,8 +178,8 @@ class FakeRunner:
     def _write_draft(
         self, seq: Sequence, start: int, tokens: SequenceOf[int], own: int | None = None
     ) -> int:
-        """What the drafter has after the last of `tokens`, all of which it writes from `start` on. With a shift it begins anew at each of
-        them from what the model had before it, or goes on with its `own`.
+        """What the drafter has after the last of `tokens`, all of which it writes from `start` on. With a shift it
+        begins anew at each of them from what the model had before it, or goes on with its `own`.
         """
         if not self._draft_shift:
             return self._write(self.drafter_pages, seq.blocks, start, tokens)

@@ -38,7 +38,8 @@ class FakeKvSource:
 
 
 class FakeSource:
-    """`KvSource` over a FakeKvSource. Every sequence is offered what the pool holds, except where a test says otherwise.
+    """`KvSource` over a FakeKvSource. Every sequence is offered what the pool holds,
+    except where a test says otherwise.
 
     Attributes:
         unleased: Sequences that are offered nothing.

@@ -1,7 +1,7 @@
 """The few operations a decoder needs that are not plain matrix products, and the batch they work on.
 
-A decoder asks for a `KernelSet`; `baton_engine.kernels.select` chooses the fastest one the machine can run. Matrix products stay
-with torch, except where a request is to get the same bits in any batch (`BatchInvariant`).
+A decoder asks for a `KernelSet`; `baton_engine.kernels.select` chooses the fastest one the machine can run. Matrix
+products stay with torch, except where a request is to get the same bits in any batch (`BatchInvariant`).
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,14 @@ class PagedBatch:
     """Where the tokens of one step stand, on the device. Rows are ragged: decodes of one token, prefills of a chunk.
 
     Attributes:
-        slots: `[num_tokens]` int64, where each token's key and value go: page * block_tokens + offset in the page; nowhere
-            where it is negative.
+        slots: `[num_tokens]` int64, where each token's key and value go: page * block_tokens + offset in the page;
+            nowhere where it is negative.
         query_starts: `[num_rows + 1]` int32, first token of each row, and the number of tokens at the end.
         context_lens: `[num_rows]` int32, tokens of each row's sequence up to and including its last one here.
-        block_tables: `[num_rows, max_blocks]` int32, pages of each row's sequence in order; what lies past the context is
-            never read.
-        splits: How the leading rows, if they have one token each, are cut for kernels that ask for it (`KernelSet.split_rule`).
+        block_tables: `[num_rows, max_blocks]` int32, pages of each row's sequence in order; what lies past the context
+            is never read.
+        splits: How the leading rows, if they have one token each,
+            are cut for kernels that ask for it (`KernelSet.split_rule`).
     """
 
     slots: torch.Tensor
@@ -67,11 +68,12 @@ class Rotation:
 
 
 class KernelSet(Protocol):
-    """One implementation of the operations; all tensors on one device, activations in one dtype; pages in the same, or in
-    float8_e4m3fn over scales.
+    """One implementation of the operations; all tensors on one device, activations in one dtype; pages in the same, or
+    in float8_e4m3fn over scales.
 
-    `split_rule` is asked once, when a model is given its pages (`baton_engine.models.prepare`). The operations, which are called in every
-    layer, may take what they are given to fit: weights and pages to be those that were checked then, inputs those of a step.
+    `split_rule` is asked once, when a model is given its pages (`baton_engine.models.prepare`). The operations, which
+    are called in every layer, may take what they are given to fit:
+    weights and pages to be those that were checked then, inputs those of a step.
     """
 
     def split_rule(self, num_heads: int, pages: torch.Tensor) -> SplitRule | None:
@@ -110,8 +112,8 @@ class KernelSet(Protocol):
             norms: Applied per head before the rotation, if the model has them.
             pages: One layer's arena, `[num_blocks, num_kv_heads, 2, block_tokens, head_dim]`.
             slots: As in `PagedBatch`.
-            scales: `[num_kv_heads, 2]` float32, with pages of float8_e4m3fn: what keys and values are divided by before they
-                are rounded.
+            scales: `[num_kv_heads, 2]` float32, with pages of float8_e4m3fn: what keys and values are divided by before
+                they are rounded.
 
         Returns:
             The queries, `[num_tokens, num_heads, head_dim]`.
@@ -146,8 +148,8 @@ class KernelSet(Protocol):
 
 @runtime_checkable
 class BatchInvariant(KernelSet, Protocol):
-    """A `KernelSet` that gives a token the same bits whatever is computed with it, and in whatever chunks its prompt was cut: also
-    in the matrix products, which are its own.
+    """A `KernelSet` that gives a token the same bits whatever is computed with it, and in whatever chunks its prompt
+    was cut: also in the matrix products, which are its own.
     """
 
     def linear(
@@ -157,4 +159,6 @@ class BatchInvariant(KernelSet, Protocol):
         bias: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """`x @ weight.T + bias` of `x` `[num_tokens, in]`, `weight` `[out, in]` and `bias` `[out]`, of `out_dtype` or else that of `x`."""
+        """`x @ weight.T + bias` of `x` `[num_tokens, in]`, `weight` `[out, in]` and `bias` `[out]`,
+        of `out_dtype` or else that of `x`.
+        """

@@ -20,7 +20,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates `x` `[num_tokens, heads, head_dim]`; element i pairs with element i + head_dim / 2 (Hugging Face's order)."""
+    """Rotates `x` `[num_tokens, heads, head_dim]`; element i pairs with element i + head_dim / 2 (Hugging Face's
+    order).
+    """
     cos, sin = rotation.cos.unsqueeze(1), rotation.sin.unsqueeze(1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
@@ -33,8 +35,8 @@ def write_pages(
     slots: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """Scatters keys and values `[num_tokens, num_kv_heads, head_dim]` into the pages at `slots` `[num_tokens]`; those whose slot is negative
-    nowhere. Over `scales` `[num_kv_heads, 2]` into pages of 8 bits.
+    """Scatters keys and values `[num_tokens, num_kv_heads, head_dim]` into the pages at `slots` `[num_tokens]`; those
+    whose slot is negative nowhere. Over `scales` `[num_kv_heads, 2]` into pages of 8 bits.
     """
     stored = slots >= 0
     key, value, slots = key[stored], value[stored], slots[stored]

@@ -56,9 +56,9 @@ def choose_kv_dtype(
         asked: `auto` or `fp8_e4m3`.
         dtype: Of the activations.
         device: Where pages are.
-        widened: The model is one of bfloat16, and `dtype` is float32 only because the processor multiplies nothing narrower
-            (`choose_dtype`). Its pages then stay bfloat16, as they would be elsewhere: half the memory to read per token and
-            to hand off.
+        widened: The model is one of bfloat16, and `dtype` is float32 only because the processor multiplies nothing
+            narrower (`choose_dtype`). Its pages then stay bfloat16, as they would be elsewhere: half the memory to read
+            per token and to hand off.
 
     Raises:
         ConfigError: The GPU has no numbers of 8 bits.
@@ -82,7 +82,8 @@ def check_deterministic(device: torch.device, dtype: torch.dtype) -> None:
         dtype: Of the activations.
 
     Raises:
-        ConfigError: They cannot: on a GPU only Triton's kernels of 16 bits keep rows apart; the message says what is missing.
+        ConfigError: They cannot: on a GPU only Triton's kernels of 16 bits keep rows apart;
+            the message says what is missing.
     """
     if device.type == "cpu":
         return

@@ -1,9 +1,9 @@
 """How the contexts of a step's decodes are cut into pieces that a GPU works on at once.
 
-A decode reads its whole context for one token: few sequences would keep few multiprocessors busy, and the longest one the rest
-waiting. So contexts are cut into pieces of about the same size, and as many programs start as there can be pieces, which
-depends on the number of sequences alone: a CUDA graph is captured once per number of sequences, and what each program does it
-reads from here (FlashDecoding, Dao et al. 2023; FlashInfer's plan, Ye et al. 2025).
+A decode reads its whole context for one token: few sequences would keep few multiprocessors busy, and the longest one
+the rest waiting. So contexts are cut into pieces of about the same size, and as many programs start as there can be
+pieces, which depends on the number of sequences alone: a CUDA graph is captured once per number of sequences, and what
+each program does it reads from here (FlashDecoding, Dao et al. 2023; FlashInfer's plan, Ye et al. 2025).
 
     context 5000  ─▶ pieces 0 1 2        row_of_piece  0 0 0 1 2 2 -1 -1       programs with -1 end at once
     context 900   ─▶ piece  3            first_piece   0 3 4 6

@@ -1,5 +1,5 @@
-"""The block tables of the texts that steps compute, kept from step to step: a text's table changes by a page every few tokens, and only what
-changed is written and sent to the device.
+"""The block tables of the texts that steps compute, kept from step to step: a text's table changes by a page every few
+tokens, and only what changed is written and sent to the device.
 
     kept      row of   pages                 a step of texts 7, 9 and 4, and a padding row
     row 0     NOBODY   0  0  0  0            rows     [2 1 3 0]
@@ -100,8 +100,8 @@ class BlockTables:
     def gather(
         self, width: int, rows: torch.Tensor, places: torch.Tensor, pages: torch.Tensor
     ) -> torch.Tensor:
-        """The tables of the kept `rows` of the last update, on the device, once `pages` are written to `places` there: `[num_rows, width]`
-        int32. What lies behind a text's pages is of no meaning, but no page outside the arena.
+        """The tables of the kept `rows` of the last update, on the device, once `pages` are written to `places` there:
+        `[num_rows, width]` int32. What lies behind a text's pages is of no meaning, but no page outside the arena.
         """
         if self._sent is None:
             self._unsent.clear()
@@ -123,7 +123,9 @@ class BlockTables:
         return at
 
     def _write(self, at: int, row: Row, count: int) -> NDArray[np.int64]:
-        """Makes the kept row `at` begin with the text's first `count` pages; returns where it changed, of all rows as one."""
+        """Makes the kept row `at` begin with the text's first `count` pages; returns where it changed,
+        of all rows as one.
+        """
         known, pages = self._pages[at], row.seq.blocks
         if len(known) == len(pages) == count and known == pages:
             return _NOTHING  # as in most steps of a decode

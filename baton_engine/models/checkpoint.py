@@ -120,8 +120,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def fingerprint(checkpoint: Checkpoint, config: dict[str, object]) -> str:
     """A digest by which two workers know that they hold the same model.
 
-    Covers the config, every tensor's name, shape and dtype, the files' sizes, and the first and last bytes of each file,
-    because two fine-tunes of one model differ in nothing else.
+    Covers the config, every tensor's name, shape and dtype, the files' sizes, and the first and last bytes of each
+    file, because two fine-tunes of one model differ in nothing else.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(config, sort_keys=True).encode())

@@ -167,14 +167,17 @@ def load_spec(path: Path, families: Mapping[str, str] = FAMILIES) -> ModelSpec:
 
 
 def quantised(spec: ModelSpec, quantization: str) -> ModelSpec:
-    """`spec` under a fingerprint of its own where weights are held otherwise than as stored: its KV is another model's."""
+    """`spec` under a fingerprint of its own where weights are held otherwise than as stored:
+    its KV is another model's.
+    """
     if quantization == "none":
         return spec
     return replace(spec, fingerprint=f"{spec.fingerprint}-{quantization}")
 
 
 def pinned(spec: ModelSpec, kind: str) -> ModelSpec:
-    """`spec` under a fingerprint of its own, where its KV has the same bits in any batch: other KV must not be taken for it.
+    """`spec` under a fingerprint of its own, where its KV has the same bits in any batch:
+    other KV must not be taken for it.
 
     Args:
         spec: The model.
@@ -190,8 +193,8 @@ def choose_dtype(
 
     Args:
         spec: The model.
-        requested: `auto`, or the name of a dtype. `auto` takes the checkpoint's, except on a CPU that multiplies it faster in
-            float32, or only so; its weights may stay narrower (`load_decoder`).
+        requested: `auto`, or the name of a dtype. `auto` takes the checkpoint's, except on a CPU that multiplies it
+            faster in float32, or only so; its weights may stay narrower (`load_decoder`).
         device: Where it will run.
         product: What multiplies bfloat16 weights on a CPU.
 
@@ -210,7 +213,9 @@ def choose_dtype(
 
 
 def is_widened(spec: ModelSpec, requested: str, dtype: torch.dtype) -> bool:
-    """Whether `choose_dtype` gave float32 to a model of bfloat16 unasked, since the processor multiplies that better."""
+    """Whether `choose_dtype` gave float32 to a model of bfloat16 unasked,
+    since the processor multiplies that better.
+    """
     return requested == "auto" and spec.dtype == "bfloat16" and dtype == torch.float32
 
 
@@ -222,9 +227,9 @@ def kv_layout(
     *,
     drafter_reads: int = 0,
 ) -> KvLayout:
-    """The shape of this model's KV pages when held in `dtype`, `block_tokens` tokens to a page; a drafter's layers stand behind its own,
-    as many of them in one as have room (`baton_engine.cache.arena.DrafterPages`), and behind them, where a drafter reads vectors of
-    so many elements per token, those that hold these (`HiddenPages`).
+    """The shape of this model's KV pages when held in `dtype`, `block_tokens` tokens to a page; a drafter's layers
+    stand behind its own, as many of them in one as have room (`baton_engine.cache.arena.DrafterPages`), and behind
+    them, where a drafter reads vectors of so many elements per token, those that hold these (`HiddenPages`).
     """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:

@@ -1,7 +1,7 @@
 """One decoder for every family served: they differ only in a few flags of the `ModelSpec`. Its parts stand first.
 
-The runner calls it once per step with the flat tokens of all rows; it writes their KV into the arena as it goes and gives
-logits for the rows that sample.
+The runner calls it once per step with the flat tokens of all rows; it writes their KV into the arena as it goes and
+gives logits for the rows that sample.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,9 @@ class LanguageHead:
     project: Projection
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits `[num_rows, vocab]` float32 of the rows that sample, and of no others; in `out`, where that is given."""
+        """Logits `[num_rows, vocab]` float32 of the rows that sample, and of no others; in `out`,
+        where that is given.
+        """
         if out is None:
             return self.project(hidden)
         if isinstance(self.project, WideOutput):
@@ -197,8 +199,10 @@ class Decoder:
     """A model with its weights on one device.
 
     Attributes:
-        whole_layers: Computes the same layers in one call, of steps of up to its `most_tokens`; None where that does not run.
-        greedy: From logits to each row's likeliest token (`greedy_tokens`), where that is part of a step that is repeated.
+        whole_layers: Computes the same layers in one call, of steps of up to its `most_tokens`;
+            None where that does not run.
+        greedy: From logits to each row's likeliest token (`greedy_tokens`),
+            where that is part of a step that is repeated.
     """
 
     spec: ModelSpec

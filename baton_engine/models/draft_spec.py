@@ -1,4 +1,6 @@
-"""Whether a draft model fits the model that it guesses for: read from both directories at start, before any weights are."""
+"""Whether a draft model fits the model that it guesses for: read from both directories at start,
+before any weights are.
+"""
 
 import json
 from pathlib import Path

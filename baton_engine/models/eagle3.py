@@ -1,8 +1,8 @@
-"""An EAGLE-3 head (Li et al. 2025): one layer that guesses how a text goes on from the hidden states that the model had at each token, in the
-checkpoint format of vLLM and SGLang (`LlamaForCausalLMEagle3`).
+"""An EAGLE-3 head (Li et al. 2025): one layer that guesses how a text goes on from the hidden states that the model had
+at each token, in the checkpoint format of vLLM and SGLang (`LlamaForCausalLMEagle3`).
 
-At each place it reads the token after it, and what the model's layers held at the place itself: the sums before three of its layers, fused into one vector. Where the
-model has not come yet it reads what it gave itself at the place before.
+At each place it reads the token after it, and what the model's layers held at the place itself: the sums before three
+of its layers, fused into one vector. Where the model has not come yet it reads what it gave itself at the place before.
 
     place    0    1    2    3    4 (guessed)
     token    b    c    d    x    y               the text is a b c d, x and y are drafts
@@ -138,7 +138,9 @@ class Eagle3Head:
         return self.final_norm.add(x, residual), residual
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Over the model's vocabulary, `[num_rows, vocab]` float32: minus infinity for tokens that the head does not know."""
+        """Over the model's vocabulary, `[num_rows, vocab]` float32:
+        minus infinity for tokens that the head does not know.
+        """
         own = self.head(hidden)
         vocab_size = self.spec.layer.vocab_size
         return own.new_full((len(own), vocab_size), float("-inf")).index_copy_(

@@ -38,7 +38,8 @@ class Unseen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """The shape of a step that is repeated from a graph. Rows that the step lacks are padding, with no context and no page.
+    """The shape of a step that is repeated from a graph. Rows that the step lacks are padding,
+    with no context and no page.
 
     Attributes:
         decodes: Rows of one token, which stand first.
@@ -66,9 +67,10 @@ class InputBuilder:
         split_rule: How the kernels want the contexts of decodes to be cut, if they do.
         page_stride: Pages of the arena count as so many in the tensors (`DrafterPages`).
         shift: By how many places the tokens stand before their own (`models.eagle3`).
-        one_by_one: Give each token a row of its own, as if it were decoded: which tokens are computed together then changes
-            nothing for any of them. Otherwise only tokens that were generated before have one, where `split_rule` is None:
-            a text that goes on after a preemption, or elsewhere, is attended as it was when it was decoded.
+        one_by_one: Give each token a row of its own, as if it were decoded: which tokens are computed together then
+            changes nothing for any of them. Otherwise only tokens that were generated before have one, where
+            `split_rule` is None: a text that goes on after a preemption, or elsewhere,
+            is attended as it was when it was decoded.
     """
 
     def __init__(
@@ -227,8 +229,8 @@ def num_decodes(rows: Sequence[Row]) -> int:
 
 
 def _wanted(rows: Sequence[Row], begins: Sequence[int], at_least: int) -> NDArray[np.int64]:
-    """Tokens whose logits are wanted: the last ones of rows that draw, then those that are scored; the first token, where there are fewer
-    than `at_least`.
+    """Tokens whose logits are wanted: the last ones of rows that draw, then those that are scored; the first token,
+    where there are fewer than `at_least`.
     """
     last = [
         begin + row.num_tokens - 1 for row, begin in zip(rows, begins, strict=True) if row.samples
@@ -245,7 +247,9 @@ def _wanted(rows: Sequence[Row], begins: Sequence[int], at_least: int) -> NDArra
 def _split(
     rows: Sequence[Row], alone: Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`rows` with the last `alone` tokens of each as rows of one: the lengths of all, and of how many each row now consists."""
+    """`rows` with the last `alone` tokens of each as rows of one: the lengths of all,
+    and of how many each row now consists.
+    """
     lengths: list[NDArray[np.int64]] = []
     for row, count in zip(rows, alone, strict=True):
         together = row.num_tokens - count

@@ -1,14 +1,15 @@
-"""What keys and values are divided by before they are rounded to the 8 bits of a page (float8_e4m3fn). Found at load, per head.
+"""What keys and values are divided by before they are rounded to the 8 bits of a page (float8_e4m3fn).
+Found at load, per head.
 
-Such a number is as exact anywhere between 2^-6 and 448, so a scale only has to bring what is usual well inside. What is usual
-the weights tell: a projection's input has been normalised, so its output i is about sqrt(|W_i * g|^2 + b_i^2), where g is the
-norm's gain.
+Such a number is as exact anywhere between 2^-6 and 448, so a scale only has to bring what is usual well inside. What is
+usual the weights tell: a projection's input has been normalised, so its output i is about sqrt(|W_i * g|^2 + b_i^2),
+where g is the norm's gain.
 
     2^-6 ............ 1 ......... 8 ............. 448       the largest output of a head usually: fifty times as much still fits,
     exact to 6 %             usual  headroom                and what is a five-hundredth of it keeps all its bits
 
-So every worker that holds a model has the same scales, no prompt is needed to find them, and no page carries any. They are
-powers of two: to divide by them rounds nothing. A change of this rule changes what pages mean (`PROTOCOL_VERSION`).
+So every worker that holds a model has the same scales, no prompt is needed to find them, and no page carries any. They
+are powers of two: to divide by them rounds nothing. A change of this rule changes what pages mean (`PROTOCOL_VERSION`).
 """
 
 from typing import Protocol
@@ -21,7 +22,9 @@ _USUAL = 8.0
 
 
 class StoredTensors(Protocol):
-    """A checkpoint's tensors by name and shape, in the dtypes of its files: not as they are held, which may differ by worker."""
+    """A checkpoint's tensors by name and shape, in the dtypes of its files: not as they are held,
+    which may differ by worker.
+    """
 
     def __call__(self, name: str, *shape: int) -> torch.Tensor:
         """On the CPU."""

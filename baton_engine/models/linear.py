@@ -1,6 +1,6 @@
-"""Matrix products with explicit weights: as torch stores them, or repacked for the CPU, where `pack` chooses; such whose rows do not
-depend on how many there are, for engines that give a request the same bits in any batch; and the output head's, which are not rounded
-to the dtype of the weights.
+"""Matrix products with explicit weights: as torch stores them, or repacked for the CPU, where `pack` chooses; such
+whose rows do not depend on how many there are, for engines that give a request the same bits in any batch; and the
+output head's, which are not rounded to the dtype of the weights.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,8 @@ def pack(
     """The fastest form of `linear` on its device; a packed one holds a copy of the weight and no more of the original.
 
     Args:
-        linear: On the CPU its weight may be bfloat16 although float32 is computed in, where `product` is one of `IN_PANELS`.
+        linear: On the CPU its weight may be bfloat16 although float32 is computed in,
+            where `product` is one of `IN_PANELS`.
         quantization: `none`, or `int8` where `multiplies_int8()`.
         product: Of bfloat16 weights on a CPU.
     """
@@ -101,8 +102,8 @@ def _can_pack(dtype: torch.dtype) -> bool:
 
 
 ROWS = 16
-"""Rows of each product: oneDNN and MKL choose their order of summation by this number, and by none of what stands in the rows
-(thinking-machines' batch-invariant operators). Fewer would read the weights more often for a prompt, more
+"""Rows of each product: oneDNN and MKL choose their order of summation by this number, and by none of what stands in
+the rows (thinking-machines' batch-invariant operators). Fewer would read the weights more often for a prompt, more
 compute more zeros for a decode.
 """
 
@@ -154,7 +155,9 @@ def pack_fixed(
 
 
 def fix_rows(product: Projection) -> Projection:
-    """`product`, so that a row's result does not depend on the other rows. Products over panels are like that by themselves."""
+    """`product`, so that a row's result does not depend on the other rows.
+    Products over panels are like that by themselves.
+    """
     if isinstance(product, BFloat16Panels | Int8Panels):
         return product
     return FixedRows(product=product)
@@ -191,8 +194,8 @@ def pack_head(
 ) -> Projection:
     """The fastest product with the output head's `weight` `[vocab, hidden]` that sums in float32 and gives float32.
 
-    Logits that are rounded to bfloat16, which has 8 significant bits, are equal to the bit again and again: which of the two best is
-    drawn then depends on the last bit of what the layers computed.
+    Logits that are rounded to bfloat16, which has 8 significant bits, are equal to the bit again and again: which of
+    the two best is drawn then depends on the last bit of what the layers computed.
 
     Args:
         weight: As `pack` takes it.

@@ -1,7 +1,7 @@
 """Reads a checkpoint's weights into a `Decoder`: at the start of every worker, once.
 
-Files are mapped, and each matrix is put together and repacked before the next one is read, so that loading takes the memory
-of the model plus one matrix. Queries, keys and values become one matrix, gate and up another.
+Files are mapped, and each matrix is put together and repacked before the next one is read, so that loading takes the
+memory of the model plus one matrix. Queries, keys and values become one matrix, gate and up another.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,8 +54,8 @@ def load_decoder(
     Args:
         path: Model directory.
         spec: What `load_spec(path)` said.
-        dtype: To compute in, and to hold the weights in. Where the CPU reads bfloat16 weights faster than float32 ones, those
-            that are stored as bfloat16 stay so also under float32: widening them would tell nothing new.
+        dtype: To compute in, and to hold the weights in. Where the CPU reads bfloat16 weights faster than float32 ones,
+            those that are stored as bfloat16 stay so also under float32: widening them would tell nothing new.
         device: To hold the weights on.
         progress: Called after each layer.
         kernels: What to compute with; None chooses the fastest that this machine can run.
@@ -90,7 +90,8 @@ def load_eagle3(
     Args:
         path: Its directory.
         spec: What `load_eagle3_spec(path)` said.
-        target: The model; the head computes where and in what it does, and has its embedding where it has none of its own.
+        target: The model; the head computes where and in what it does,
+            and has its embedding where it has none of its own.
         quantization: As `load_decoder` takes it.
         fixed_rows: The same.
         product: The same.

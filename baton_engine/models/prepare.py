@@ -1,4 +1,5 @@
-"""Looks at a model's weights and at its pages once, when it is given these: what it finds to fit, no layer looks at again in any step.
+"""Looks at a model's weights and at its pages once, when it is given these: what it finds to fit,
+no layer looks at again in any step.
 
     once per model   weights, scales, pages, the numbers of the configuration        here
     once per step    tokens, positions, slots, contexts, block tables, rotation      where they are made (`DecoderInput`, `Rotation`)
@@ -72,7 +73,9 @@ def _split_rule(
 
 
 class _Place:
-    """Where a model's weights lie, and in what it computes. Its methods raise ValueError, which names what does not fit."""
+    """Where a model's weights lie, and in what it computes. Its methods raise ValueError,
+    which names what does not fit.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype

@@ -1,5 +1,5 @@
-"""Rotary position embedding: as a model's config describes it, and a step's positions turned into the cosines and sines that every
-layer shares.
+"""Rotary position embedding: as a model's config describes it, and a step's positions turned into the cosines and sines
+that every layer shares.
 """
 
 import math
@@ -67,7 +67,9 @@ def _stretch_llama3(frequencies: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
 
 
 Table = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Of positions `[num_tokens]` int64 and radians per position `[n]`: cosines and sines, `[num_tokens, n]` float32 each."""
+"""Of positions `[num_tokens]` int64 and radians per position `[n]`: cosines and sines,
+`[num_tokens, n]` float32 each.
+"""
 
 
 def rotation_table(

@@ -17,12 +17,13 @@ from baton_engine.models.linear import MixedProduct
 def whole_layers(
     spec: ModelSpec, layers: Sequence[DecoderLayer], kernels: KernelSet, dtype: torch.dtype
 ) -> CpuLayers | None:
-    """All of `layers` in one; None unless they compute with the CPU's kernels, on matrices in panels of one kind and with pages of
-    the activations' dtype.
+    """All of `layers` in one; None unless they compute with the CPU's kernels, on matrices in panels of one kind and
+    with pages of the activations' dtype.
 
     Args:
         spec: The model.
-        layers: Its layers; their weights are shared, not copied. Of those that are held twice the panels serve, for as many tokens.
+        layers: Its layers; their weights are shared, not copied. Of those that are held twice the panels serve,
+            for as many tokens.
         kernels: What they compute with.
         dtype: Of activations and pages.
     """

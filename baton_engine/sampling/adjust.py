@@ -1,8 +1,8 @@
-"""What a request asks to change in the scores before a token is chosen: penalties, biases, ends that come too early, and which
-tokens it allows (`allowed`, `masks`).
+"""What a request asks to change in the scores before a token is chosen: penalties, biases, ends that come too early,
+and which tokens it allows (`allowed`, `masks`).
 
-Most of it touches few of a row's scores, so it is gathered on the host as (row, token) entries and applied in a handful of
-scatters, however many rows ask.
+Most of it touches few of a row's scores, so it is gathered on the host as (row, token) entries and applied in a handful
+of scatters, however many rows ask.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -56,8 +56,8 @@ class _Entries:
 class ScoreChanges:
     """What a step's rows ask for: flat places in the scores, and by how much. None for nothing.
 
-    No two entries of one kind are for the same place, but for `repeated`, where they are alike: so the order in which a GPU
-    comes to them does not matter.
+    No two entries of one kind are for the same place, but for `repeated`, where they are alike: so the order in which a
+    GPU comes to them does not matter.
     """
 
     masks: Masks | None
@@ -139,9 +139,9 @@ def collect_changes(
 def adjust(logits: torch.Tensor, changes: ScoreChanges) -> torch.Tensor:
     """The scores to choose from.
 
-    The grammar first: what it forbids, nothing brings back. Then repetition penalty (as in transformers), then presence and
-    frequency penalties, then biases, then the tokens that may not be drawn: ends of a text that must still grow, and of words
-    that are not wanted; and all that are not allowed.
+    The grammar first: what it forbids, nothing brings back. Then repetition penalty (as in transformers), then presence
+    and frequency penalties, then biases, then the tokens that may not be drawn: ends of a text that must still grow,
+    and of words that are not wanted; and all that are not allowed.
 
     Args:
         logits: `[num_rows, vocab]` float32; not changed.

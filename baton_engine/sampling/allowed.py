@@ -1,6 +1,8 @@
-"""Which tokens a request lets be drawn: those of its own list, where it has one, and none that would complete a word it does not want.
+"""Which tokens a request lets be drawn: those of its own list, where it has one,
+and none that would complete a word it does not want.
 
-All of it depends on the request and on the tokens drawn so far, so that it is the same on every worker and after every retry.
+All of it depends on the request and on the tokens drawn so far,
+so that it is the same on every worker and after every retry.
 """
 
 from collections.abc import Sequence, Set
@@ -17,7 +19,9 @@ from baton_engine.staging import StagedArray, StagedBatch
 def completing_tokens(
     bad_words: Sequence[tuple[int, ...]], tokens: list[int], begin: int, end: int
 ) -> set[int]:
-    """The tokens that would complete one of `bad_words` behind the output, which is `tokens[begin:end]`; as vLLM bans them."""
+    """The tokens that would complete one of `bad_words` behind the output, which is `tokens[begin:end]`;
+    as vLLM bans them.
+    """
     return {
         last
         for *first, last in bad_words

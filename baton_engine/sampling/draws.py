@@ -1,8 +1,9 @@
 """How a step's tokens are drawn from its scores: each row's likeliest, or at random.
 
-A random draw inverts the cumulative distribution of what a row's filters leave at one uniform number, which depends on (seed, sample,
-position) only. No generator holds state, so a draw is the same in every batch, on every worker and after every retry; on every
-device too, except where the number falls on the edge between two tokens within the rounding of an exponential.
+A random draw inverts the cumulative distribution of what a row's filters leave at one uniform number, which depends on
+(seed, sample, position) only. No generator holds state, so a draw is the same in every batch, on every worker and after
+every retry; on every device too, except where the number falls on the edge between two tokens within the rounding of an
+exponential.
 """
 
 import math
@@ -21,7 +22,8 @@ from baton_engine.staging import StagedArray, StagedBatch
 
 
 def greedy_tokens(scores: torch.Tensor) -> torch.Tensor:
-    """The highest of each row of `scores` `[num_rows, vocab]`, the lowest id among equals; `NO_TOKEN` of a row that is not finite.
+    """The highest of each row of `scores` `[num_rows, vocab]`, the lowest id among equals;
+    `NO_TOKEN` of a row that is not finite.
 
     Returns:
         `[num_rows]` int64 on the device.
@@ -33,8 +35,9 @@ def greedy_tokens(scores: torch.Tensor) -> torch.Tensor:
 
 _LEAST_LOG = -80.0
 _LEAST = 2 * math.exp(_LEAST_LOG)
-"""Weights below it, of the likeliest token's, are 0. No random number is so small that they would be drawn; and a processor takes
-ten times as long for an exponential that float32 cannot hold in full, such as that of what a grammar forbids.
+"""Weights below it, of the likeliest token's, are 0. No random number is so small that they would be drawn; and a
+processor takes ten times as long for an exponential that float32 cannot hold in full,
+such as that of what a grammar forbids.
 """
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -109,7 +112,9 @@ class DrawKernel(Protocol):
 def collect_random(
     rows: Sequence[Row], random: Sequence[int], first_draws: Sequence[int], staged: StagedBatch
 ) -> RandomRows:
-    """Gathers how the rows `random`, at least one, draw; `first_draws` is each row's first place among the draws of the step."""
+    """Gathers how the rows `random`, at least one, draw;
+    `first_draws` is each row's first place among the draws of the step.
+    """
     ordered = sorted(random, key=lambda i: not filters(rows[i].seq.params))
     chosen = [rows[i] for i in ordered]
     filtering = [row.seq.params for row in chosen if filters(row.seq.params)]

@@ -1,8 +1,9 @@
-"""Log-probabilities under the model itself, before anything a request asked to change: of drawn tokens, and of a prompt's own tokens
-for clients that score a text instead of, or before, continuing it.
+"""Log-probabilities under the model itself, before anything a request asked to change: of drawn tokens, and of a
+prompt's own tokens for clients that score a text instead of, or before, continuing it.
 
-For a prompt the model gives a hidden vector per scored token; logits of all of them at once would be gigabytes for a long chunk over
-a large vocabulary, so the output head runs over a slice at a time and only the few figures wanted of it are kept.
+For a prompt the model gives a hidden vector per scored token; logits of all of them at once would be gigabytes for a
+long chunk over a large vocabulary, so the output head runs over a slice at a time and only the few figures wanted of it
+are kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,7 +66,9 @@ def logprob_table(
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Each row's by itself. A GPU's order of summation depends on where a row begins: at multiples of 16 bytes all are alike."""
+    """Each row's by itself. A GPU's order of summation depends on where a row begins:
+    at multiples of 16 bytes all are alike.
+    """
     vocab = logits.shape[1]
     if vocab % _ALIGNED:
         logits = functional.pad(logits, (0, -vocab % _ALIGNED), value=float("-inf"))

@@ -1,5 +1,5 @@
-"""Which tokens grammars allow in a step: one bit per token for each constrained row, found on the host while the device computes the
-scores, and sent with all else that rows ask for.
+"""Which tokens grammars allow in a step: one bit per token for each constrained row, found on the host while the device
+computes the scores, and sent with all else that rows ask for.
 """
 
 from collections.abc import Sequence, Set
@@ -78,7 +78,9 @@ def masked(scores: torch.Tensor, masks: Masks) -> torch.Tensor:
 
 
 def _held(scores: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """A copy of `scores`, `[num_masked, vocab]`, minus infinity where `bits`, `[num_masked, num_bytes]` uint8, has none."""
+    """A copy of `scores`, `[num_masked, vocab]`, minus infinity where `bits`, `[num_masked, num_bytes]` uint8,
+    has none.
+    """
     if bits.device.type == "cpu":
         # `where` takes ten times as long there, since nobody can predict its bits.
         limits = _LIMITS_OF_BYTES.index_select(0, bits.flatten().int()).view(len(bits), -1)

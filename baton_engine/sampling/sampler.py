@@ -32,8 +32,8 @@ class Draws:
 
     Attributes:
         tokens: `[num_draws]` int64 on the device, row after row; `NO_TOKEN` of a row whose scores are not finite.
-        read: The same on the host, with the log-probabilities of those that asked for them, by place. Blocks until the tokens
-            are there: a step's one synchronisation.
+        read: The same on the host, with the log-probabilities of those that asked for them, by place. Blocks until the
+            tokens are there: a step's one synchronisation.
     """
 
     tokens: torch.Tensor
@@ -43,8 +43,8 @@ class Draws:
 class Sampler:
     """Draws tokens.
 
-    Greedy rows take the highest score, the lowest id among equals. Other rows invert the cumulative distribution of what
-    their filters leave at one uniform number, which depends on (seed, sample, position) only.
+    Greedy rows take the highest score, the lowest id among equals. Other rows invert the cumulative distribution of
+    what their filters leave at one uniform number, which depends on (seed, sample, position) only.
 
     Args:
         eos_token_ids: The model's own ends, which `min_tokens` holds back.
@@ -120,7 +120,9 @@ def _wants_the_likeliest(row: Row) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figures:
-    """Draws whose log-probabilities are wanted: which they are, staged and here, their rows, and how many tokens to list."""
+    """Draws whose log-probabilities are wanted: which they are, staged and here, their rows,
+    and how many tokens to list.
+    """
 
     draws: StagedArray
     rows: StagedArray

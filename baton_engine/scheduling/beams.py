@@ -1,8 +1,10 @@
-"""Beam search: of all texts that may follow a prompt, those that the model finds likeliest, as transformers searches for them. Pure.
+"""Beam search: of all texts that may follow a prompt, those that the model finds likeliest,
+as transformers searches for them. Pure.
 
-Each beam is a text that goes on. A step extends every beam by one token, and the best extensions of all of them are the beams of the next
-one; those that end are kept apart, the best of them. Two beams that go on from the same text share its pages, as samples share their
-prompt's: the scheduler forks its sequence, and nothing is copied but the page that both would write to.
+Each beam is a text that goes on. A step extends every beam by one token, and the best extensions of all of them are the
+beams of the next one; those that end are kept apart, the best of them. Two beams that go on from the same text share
+its pages, as samples share their prompt's: the scheduler forks its sequence,
+and nothing is copied but the page that both would write to.
 
     beams      the ▸ cat ▸ sat            the ▸ cat ▸ sat ▸ on        (sample 0 goes on as sample 0)
                a ▸ dog ▸ ran       ──►    the ▸ cat ▸ sat ▸ by        (forked from sample 0; sample 1 ends)
@@ -64,7 +66,9 @@ class FinishedText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """A beam of the next step: that of sample `parent` and a `token`. It is called `sample`, which is `parent` for one extension of each."""
+    """A beam of the next step: that of sample `parent` and a `token`. It is called `sample`,
+    which is `parent` for one extension of each.
+    """
 
     parent: int
     sample: int
@@ -117,7 +121,8 @@ class BeamSearch:
         """Extends every beam by one token.
 
         Args:
-            likeliest: By sample, the likeliest tokens behind each beam; at first behind the prompt, as the first sample's.
+            likeliest: By sample, the likeliest tokens behind each beam; at first behind the prompt,
+                as the first sample's.
 
         Returns:
             The beams of the next step, best first; none where the search is over.

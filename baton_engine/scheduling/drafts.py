@@ -17,10 +17,11 @@ _KEEP = 0.95
 
 
 class NgramIndex:
-    """Where the last n-grams of one text stand. Reads on with its text, by some tokens at a time: a step costs the same however long the
-    text is.
+    """Where the last n-grams of one text stand. Reads on with its text, by some tokens at a time: a step costs the same
+    however long the text is.
 
-    Only n-grams of `shortest` tokens are kept, each with the place before it: a longer one is found by comparing backwards.
+    Only n-grams of `shortest` tokens are kept, each with the place before it:
+    a longer one is found by comparing backwards.
 
     Args:
         shortest: Tokens of the shortest n-gram that is looked up.
@@ -49,8 +50,8 @@ class NgramIndex:
         self._end_before.clear()
 
     def read(self, tokens: list[int], most: int) -> int:
-        """Reads on in `tokens`, the whole text, by up to `most` of them; returns by how many. What it ends with is left out: nothing
-        follows that yet.
+        """Reads on in `tokens`, the whole text, by up to `most` of them; returns by how many. What it ends with is left
+        out: nothing follows that yet.
         """
         if len(tokens) - self._next_end > self._window:
             self.clear()
@@ -77,10 +78,11 @@ class NgramIndex:
         return tuple(tokens[end - self._shortest : end])
 
     def continuation(self, tokens: list[int], count: int) -> list[int]:
-        """The `count` tokens that followed the longest n-gram that `tokens` ends with where it stood before; empty where none did.
+        """The `count` tokens that followed the longest n-gram that `tokens` ends with where it stood before;
+        empty where none did.
 
-        Of its last places a few are compared, and of equally long ones the last is taken. Where fewer tokens followed, the text is
-        taken to go round in a circle.
+        Of its last places a few are compared, and of equally long ones the last is taken. Where fewer tokens followed,
+        the text is taken to go round in a circle.
         """
         end = self._last_end.get(tuple(tokens[-self._shortest :]), 0)
         best, best_length = 0, 0

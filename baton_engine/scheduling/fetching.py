@@ -1,7 +1,7 @@
 """Which blocks are fetched from a pool instead of being computed, when a sequence gets its pages. Pure.
 
-`FetchRule` learns what either takes; `Fetching` stands between the `KvCacheManager`, which knows a sequence's keys, and the
-`KvSource`, which knows what the pool offers.
+`FetchRule` learns what either takes; `Fetching` stands between the `KvCacheManager`, which knows a sequence's keys, and
+the `KvSource`, which knows what the pool offers.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -21,16 +21,18 @@ _PREFILL_PRIOR = (5e-3, 1e-4, 1e-9)
 """Seconds per step; per token computed; per pair of a computed token and one that it attends to."""
 
 _DOUBT = 0.98
-"""With each refusal a fetch is believed to be a little quicker than was measured: what was slow once is tried again, after
-some fifty refusals if it was taken for three times too slow."""
+"""With each refusal a fetch is believed to be a little quicker than was measured: what was slow once is tried again,
+after some fifty refusals if it was taken for three times too slow.
+"""
 
 
 class FetchRule:
     """Compares a fetch with what it saves: the computing of just these blocks.
 
-    That the fetch overlaps with the computing of the rest is not counted in its favour, nor that a chunked prompt saves whole
-    steps: where the two come near each other, computing leaves memory bandwidth to others. A fetch costs the same per block, computing
-    costs more the further into the text a block lies; so a rule that would take some of the offered blocks takes all of them.
+    That the fetch overlaps with the computing of the rest is not counted in its favour, nor that a chunked prompt saves
+    whole steps: where the two come near each other, computing leaves memory bandwidth to others. A fetch costs the same
+    per block, computing costs more the further into the text a block lies; so a rule that would take some of the
+    offered blocks takes all of them.
 
     As long as one of the two has not been measured, fetches are tried.
 
@@ -81,7 +83,8 @@ class FetchRule:
 
 
 class Fetching:
-    """Asks the source, and decides by the rule. A source knows of a sequence only until it has been admitted or is gone.
+    """Asks the source, and decides by the rule. A source knows of a sequence only until it has been admitted or is
+    gone.
 
     Args:
         source: The pool, as far as this machine can read it.
@@ -95,7 +98,9 @@ class Fetching:
     def plan(
         self, sequence: Sequence, keys: SequenceOf[BlockKey], num_held: int
     ) -> PageFetch | None:
-        """What is fetched for a sequence that has just got its pages, of which the first `num_held` hold the right KV."""
+        """What is fetched for a sequence that has just got its pages,
+        of which the first `num_held` hold the right KV.
+        """
         num_matched = (
             self._source.get_num_matched_blocks(sequence.seq_id, keys)
             if len(keys) > num_held

@@ -3,15 +3,15 @@
     step n     | planned |  computed               | updated from output |
     step n+1             | planned |    waits      | computed  ...
 
-Planning ahead spares a GPU the time in which the host reads the tokens, emits them and plans. Only a step of nothing but decodes
-is followed so, by the same decodes one position on. Most of what ends a sequence cannot be known yet; what is computed for one
-that has ended is dropped.
+Planning ahead spares a GPU the time in which the host reads the tokens, emits them and plans. Only a step of nothing
+but decodes is followed so, by the same decodes one position on. Most of what ends a sequence cannot be known yet; what
+is computed for one that has ended is dropped.
 
     step n     ids  17   4  92        draws  30   2 (an end)   8
     step n+1   ids   ?   ?   ?        the device puts in what step n has drawn; the second row's draw is dropped
 
-What step n+1 draws may depend on the tokens of step n (grammars, penalties): then its scores are computed meanwhile, and it is drawn
-once these tokens are known.
+What step n+1 draws may depend on the tokens of step n (grammars, penalties): then its scores are computed meanwhile,
+and it is drawn once these tokens are known.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -33,7 +33,8 @@ class InFlightStep:
     Attributes:
         plan: The step.
         sequences: Whose rows they are, in order.
-        pinned: Pages that it writes, kept from being given to others until it is over, whichever sequence ends meanwhile.
+        pinned: Pages that it writes, kept from being given to others until it is over,
+            whichever sequence ends meanwhile.
     """
 
     plan: StepPlan
@@ -123,8 +124,8 @@ def _goes_on(sequence: Sequence) -> bool:
 
 
 def _needs_outcome(current: InFlightStep, going_on: list[Sequence], queues: SequenceQueues) -> bool:
-    """Whether planning needs the outcome of `current`: a prompt is computed, or one could be admitted for a sequence that ends; or beams
-    are, of which it is not known which go on.
+    """Whether planning needs the outcome of `current`: a prompt is computed, or one could be admitted for a sequence
+    that ends; or beams are, of which it is not known which go on.
     """
     if not all(s.awaits_grammar for s in queues.prefilling) or any(
         s.state is State.PREFILLING for s in current.sequences

@@ -16,8 +16,8 @@ from baton_engine.scheduling.request import Request, Sequence
 Copy = tuple[BlockId, BlockId]
 
 _DRAFTER_BEHIND = 64
-"""Tokens, in whole pages, that a draft model computes at once where no drafts are asked of it: few enough to be found by the next prompt of
-a conversation, and so many that it costs next to nothing.
+"""Tokens, in whole pages, that a draft model computes at once where no drafts are asked of it: few enough to be found
+by the next prompt of a conversation, and so many that it costs next to nothing.
 """
 
 
@@ -78,9 +78,9 @@ class KvCacheManager:
     def allocate(self, sequence: Sequence, *, headroom: int) -> bool:
         """Takes pages for everything `sequence` has to compute, cached prefix first; False when there is no room.
 
-        At least the last token is left to compute, because the next one is drawn from its logits; and every token where the
-        logits of all are wanted. What follows the cached prefix is fetched where there is a pool and it pays; the pages of
-        what waits for KV from elsewhere never are.
+        At least the last token is left to compute, because the next one is drawn from its logits; and every token where
+        the logits of all are wanted. What follows the cached prefix is fetched where there is a pool and it pays; the
+        pages of what waits for KV from elsewhere never are.
         """
         keys = self._usable_keys(sequence)
         matched = self.blocks.match(keys)
@@ -128,7 +128,9 @@ class KvCacheManager:
         return sequence.shares_tail or held_tokens < len(sequence.tokens)
 
     def append_slot(self, sequence: Sequence, copies: list[Copy]) -> bool:
-        """Gives the last token of a running sequence its place, if there is room; a needed copy is added to `copies`."""
+        """Gives the last token of a running sequence its place, if there is room;
+        a needed copy is added to `copies`.
+        """
         blocks = sequence.blocks
         if len(blocks) * self.block_tokens < len(sequence.tokens):
             fresh = self.blocks.take((), 1)
@@ -148,9 +150,10 @@ class KvCacheManager:
         return True
 
     def append_lookahead(self, sequence: Sequence, count: int, *, headroom: int = 0) -> int:
-        """Gives up to `count` tokens that are guessed behind a running sequence places, as many as there are pages for if `headroom` of
-        them are to be left; returns how many. `drop_lookahead` gives back what is not needed then. Where the last token of the text has
-        no place either, it comes first; below 0 is returned if there is no page for it.
+        """Gives up to `count` tokens that are guessed behind a running sequence places, as many as there are pages for
+        if `headroom` of them are to be left; returns how many. `drop_lookahead` gives back what is not needed then.
+        Where the last token of the text has no place either, it comes first;
+        below 0 is returned if there is no page for it.
         """
         size, length = self.block_tokens, len(sequence.tokens)
         num_fresh = -(-(length + count) // size) - len(sequence.blocks)
@@ -170,7 +173,9 @@ class KvCacheManager:
             del sequence.blocks[num_needed:]
 
     def append_slots_ahead(self, sequences: Iterable[Sequence]) -> bool:
-        """Gives each of those that decode a place for the token after its last one, which is being drawn; all or nothing."""
+        """Gives each of those that decode a place for the token after its last one, which is being drawn;
+        all or nothing.
+        """
         needy = [
             sequence
             for sequence in sequences
@@ -207,8 +212,8 @@ class KvCacheManager:
         return forked
 
     def received(self, sequence: Sequence, *, but_last: bool = False) -> None:
-        """The KV of all its tokens has come from another engine into its pages. With `but_last` that of the last one is computed anew, in
-        a page that is its own until then.
+        """The KV of all its tokens has come from another engine into its pages. With `but_last` that of the last one is
+        computed anew, in a page that is its own until then.
         """
         sequence.num_computed = len(sequence.tokens) - but_last
         self.drafted_prompt(sequence)
@@ -217,7 +222,8 @@ class KvCacheManager:
         self.publish(sequence)
 
     def publish(self, sequence: Sequence) -> None:
-        """Lets later prompts find the pages that `sequence` has filled by now; where there is a drafter, those with its KV too.
+        """Lets later prompts find the pages that `sequence` has filled by now; where there is a drafter,
+        those with its KV too.
 
         Where another sequence was first with the same text, its page takes the place of this one's own.
         """
@@ -241,15 +247,15 @@ class KvCacheManager:
         sequence.num_published = num_full
 
     def drafted_prompt(self, sequence: Sequence) -> None:
-        """Of all whose KV is in the pages the drafter's is too, as far as the text is known: they were computed in the same step, or came
-        together.
+        """Of all whose KV is in the pages the drafter's is too, as far as the text is known: they were computed in the
+        same step, or came together.
         """
         known = len(sequence.tokens)
         sequence.num_drafted = min(sequence.num_computed + self._draft_shift, known)
 
     def to_draft(self, sequence: Sequence, *, up_to_end: bool) -> range:
-        """The tokens of a running sequence that its drafter has not computed, and can: up to the end of the text, or as far as the model
-        has come. What it would store on a published page stays undone.
+        """The tokens of a running sequence that its drafter has not computed, and can: up to the end of the text, or as
+        far as the model has come. What it would store on a published page stays undone.
         """
         known = len(sequence.tokens)
         end = known if up_to_end else min(sequence.num_computed + self._draft_shift, known)
@@ -263,8 +269,8 @@ class KvCacheManager:
         return (sequence.num_drafted - self._draft_shift) // self.block_tokens
 
     def awaits_drafter(self, sequence: Sequence) -> bool:
-        """Whether pages are full that could be published if a draft model's KV were in them. Those of beams are not: by then other beams
-        share them.
+        """Whether pages are full that could be published if a draft model's KV were in them. Those of beams are not: by
+        then other beams share them.
         """
         is_beam = sequence.request.search is not None
         if not self._has_drafter or not self._share_prefixes or is_beam:

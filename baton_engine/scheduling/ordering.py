@@ -1,8 +1,8 @@
 """Which prompt is computed next, and which sequence is preempted when pages run out. Pure.
 
-A preemption order does not change while its sequences live: the last in it gives its pages up. So the first of all that run
-is never preempted and ends some day, then the next, whatever the order is. The samples of one request must stand next to each
-other in it (see `StepPlanner`).
+A preemption order does not change while its sequences live: the last in it gives its pages up. So the first of all that
+run is never preempted and ends some day, then the next, whatever the order is. The samples of one request must stand
+next to each other in it (see `StepPlanner`).
 """
 
 from collections.abc import Callable, Iterable
@@ -22,11 +22,12 @@ MOST_OVERTAKEN = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingPolicy:
-    """What an operator chooses of how an engine schedules; `baton.config.schema.EngineConfig` says what it means to users.
+    """What an operator chooses of how an engine schedules;
+    `baton.config.schema.EngineConfig` says what it means to users.
 
     Attributes:
-        tbt_s: Time between tokens that is kept for decodes without a target of their own while prompts are computed beside
-            them; None for no bound.
+        tbt_s: Time between tokens that is kept for decodes without a target of their own while prompts are computed
+            beside them; None for no bound.
         prefill_order: One of `PREFILL_ORDERINGS`.
         preemption: One of `PREEMPTION_ORDERS`.
         output_headroom: Share of the pages that all outputs may still take for which there must be room when another
@@ -75,11 +76,11 @@ class FirstComeFirstServed:
 
 
 class LeastSlackFirst:
-    """By priority, then by slack: the deadline of the first token less what computing the prompt is predicted to take, so that of
-    two with the same deadline the longer one begins first. Without a deadline comes after with one.
+    """By priority, then by slack: the deadline of the first token less what computing the prompt is predicted to take,
+    so that of two with the same deadline the longer one begins first. Without a deadline comes after with one.
 
-    Nothing starves: what has been overtaken `MOST_OVERTAKEN` times comes before all others, by arrival; so does what held pages
-    already and was preempted.
+    Nothing starves: what has been overtaken `MOST_OVERTAKEN` times comes before all others, by arrival; so does what
+    held pages already and was preempted.
 
     Args:
         cost: Predicts how long prompts take.
@@ -145,7 +146,9 @@ def by_priority(sequence: Sequence) -> tuple[float, ...]:
 
 
 def by_slo(sequence: Sequence) -> tuple[float, ...]:
-    """The longest target of time between tokens goes first, and none before any: these have the most slack. Then as `by_priority`."""
+    """The longest target of time between tokens goes first, and none before any: these have the most slack.
+    Then as `by_priority`.
+    """
     tbt_s = sequence.slo.tbt_s
     return float("inf") if tbt_s is None else tbt_s, *by_priority(sequence)
 

@@ -23,11 +23,11 @@ class Row:
         num_tokens: How many of `seq.tokens` from `start` on are computed: 1 in decode, a chunk in prefill.
         samples: Sample indices to draw from the last token's logits; empty for a chunk that does not end the prompt.
         num_scored: After so many of the row's tokens the log-probability of the prompt token that follows is wanted.
-        draft: Guessed tokens behind those of the sequence (`speculation`), the last of which is the one token that this row computes.
-            The row before it computes the one before it.
+        draft: Guessed tokens behind those of the sequence (`speculation`), the last of which is the one token that this
+            row computes. The row before it computes the one before it.
         constraint_after: Of the sequence's constraint, a copy that has read `draft` too.
-        compiling: What its draws must follow, where that was being compiled when the step was planned. If it still is when the row's
-            scores are there, the row draws nothing (`StepResult.undrawn`): no other waits for it.
+        compiling: What its draws must follow, where that was being compiled when the step was planned. If it still is
+            when the row's scores are there, the row draws nothing (`StepResult.undrawn`): no other waits for it.
     """
 
     seq: Sequence
@@ -77,8 +77,8 @@ class StepPlan:
         copies: Pages (source, target) to copy in every layer before anything is computed (copy on write).
         exports: Prefilled pages that leave this engine, told to the layer sink after each layer.
         fetches: Pages whose KV is brought while the step runs: a layer's before that layer reads them.
-        follows: Of each row the row of the step before whose one draw it computes: that token is not in its sequence yet.
-            Empty where all tokens are.
+        follows: Of each row the row of the step before whose one draw it computes: that token is not in its sequence
+            yet. Empty where all tokens are.
     """
 
     step: int
@@ -90,7 +90,9 @@ class StepPlan:
 
 
 def still_compiling(rows: SequenceOf[Row]) -> tuple[int, ...]:
-    """The places of those whose grammar is compiled now; asked once a step, when scores are there (`StepResult.undrawn`)."""
+    """The places of those whose grammar is compiled now; asked once a step,
+    when scores are there (`StepResult.undrawn`).
+    """
     return tuple(
         place
         for place, row in enumerate(rows)
@@ -146,7 +148,8 @@ class Drafter(Protocol):
             For each row up to `count` tokens: fewer where the text would end, or no token can be drawn.
 
         Raises:
-            EngineError: It could not be computed. Nothing but pages of the rows, behind what the drafter had computed, was written.
+            EngineError: It could not be computed. Nothing but pages of the rows,
+                behind what the drafter had computed, was written.
         """
 
 
@@ -164,7 +167,8 @@ class StepResult:
         scores: For each row of the plan, one entry per `row.num_scored`; empty when no row has any.
         failed: Rows, by their place in the plan, that could not be computed, and why. The others are not touched by it.
         fetched: How the plan's fetches went; None without any. Their rows are among `failed` where they failed.
-        undrawn: Rows, by their place in the plan, that are computed and draw nothing: their grammars are still compiled.
+        undrawn: Rows, by their place in the plan, that are computed and draw nothing:
+            their grammars are still compiled.
     """
 
     tokens: SequenceOf[int] = ()
@@ -186,14 +190,16 @@ class StepRunner(Protocol):
         """Runs one step; blocks until its tokens are on the host.
 
         Raises:
-            EngineError: The step cannot be computed, be it for one row. Nothing but the pages of the plan's rows was written.
+            EngineError: The step cannot be computed, be it for one row.
+                Nothing but the pages of the plan's rows was written.
         """
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Starts one step, and waits for it as little as it can. Steps are computed one after the other, as they were launched;
-        the results of two may be outstanding, and are to be asked for in that order. Only here may a plan follow another: the
-        one that was launched last. Where its rows count tokens (`Sequence.counts_tokens`), it draws when its outcome is asked for, or
-        when the next step is launched: by then the sequences have the tokens of the one that it follows.
+        """Starts one step, and waits for it as little as it can. Steps are computed one after the other, as they were
+        launched; the results of two may be outstanding, and are to be asked for in that order. Only here may a plan
+        follow another: the one that was launched last. Where its rows count tokens (`Sequence.counts_tokens`), it draws
+        when its outcome is asked for, or when the next step is launched:
+        by then the sequences have the tokens of the one that it follows.
 
         Raises:
             EngineError: As `execute`.

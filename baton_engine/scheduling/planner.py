@@ -66,8 +66,9 @@ class StepPlanner:
         self._speculator = speculator
 
     def plan_drafts(self) -> DraftPlan | None:
-        """What a draft model should compute before the next step is planned; None for nothing: the drafts that are wanted, and what it
-        has not computed of pages that are full. A sequence whose last page is still to be copied waits for the next step.
+        """What a draft model should compute before the next step is planned; None for nothing: the drafts that are
+        wanted, and what it has not computed of pages that are full.
+        A sequence whose last page is still to be copied waits for the next step.
         """
         speculator, running = self._speculator, self._queues.running
         if speculator is None or not speculator.has_model:
@@ -126,9 +127,10 @@ class StepPlanner:
     def _append_slots(self) -> list[Copy]:
         """Gives every running sequence a place for the token it computes next, in preemption order, or preempts it.
 
-        Samples of one prompt stand next to each other in this order, and the last of them to write needs no copy. So a page
-        that is copied from stays in use, and no page is written in this step before it is copied. A sequence that is preempted
-        comes last of all, so it was given nothing in this step yet; but for beams, which are preempted together.
+        Samples of one prompt stand next to each other in this order, and the last of them to write needs no copy. So a
+        page that is copied from stays in use, and no page is written in this step before it is copied. A sequence that
+        is preempted comes last of all, so it was given nothing in this step yet; but for beams,
+        which are preempted together.
 
         Returns:
             Pages to copy before anything is computed.
@@ -141,8 +143,8 @@ class StepPlanner:
         return copies
 
     def _drafts(self, running: SequenceOf[Sequence]) -> list[Row]:
-        """Guessed tokens that are worth computing beside what runs, where pages and token budget are left. A page of tokens is kept for
-        prompts; where they have a bounded time in each step, they have all of it.
+        """Guessed tokens that are worth computing beside what runs, where pages and token budget are left. A page of
+        tokens is kept for prompts; where they have a bounded time in each step, they have all of it.
         """
         speculator = self._speculator
         if speculator is None or self._are_prompts_bound(running):
@@ -191,8 +193,8 @@ class StepPlanner:
         self.preemptions += 1
 
     def _give_up_beams(self, victim: Sequence, copies: list[Copy]) -> None:
-        """Beams only go on together: the others end with `victim`, which becomes the prompt again that all came from. Nobody was told
-        of their texts.
+        """Beams only go on together: the others end with `victim`, which becomes the prompt again that all came from.
+        Nobody was told of their texts.
         """
         request = victim.request
         written = {block for beam in request.sequences for block in beam.blocks}
@@ -220,8 +222,8 @@ class StepPlanner:
 class SequenceAdmission:
     """Admits waiting prompts and reservations, as far as `max_num_seqs`, pages and the step's token budget go.
 
-    They are admitted one by one and get all their pages at once, so nothing waits while holding part of what it needs. Nothing
-    overtakes for room, only by the order, and for token budget, which reservations do not need.
+    They are admitted one by one and get all their pages at once, so nothing waits while holding part of what it needs.
+    Nothing overtakes for room, only by the order, and for token budget, which reservations do not need.
 
     Args:
         queues: What waits and what runs.
@@ -252,7 +254,9 @@ class SequenceAdmission:
         self._refused: tuple[Sequence, int] | None = None  # the last one, and for how much room
 
     def admit(self, draft: "StepDraft", *, ahead_of: Sequence | None = None) -> list[SeqEvent]:
-        """Admits what fits; prompts get their first chunk in `draft`. With `ahead_of`, only what comes before that one."""
+        """Admits what fits; prompts get their first chunk in `draft`. With `ahead_of`,
+        only what comes before that one.
+        """
         events: list[SeqEvent] = []
         queues, order = self._queues, self._order
         while (sequence := queues.next_to_admit(order, prompts_too=draft.takes_chunks)) is not None:
@@ -269,8 +273,8 @@ class SequenceAdmission:
         return events
 
     def preempted(self, sequence: Sequence) -> None:
-        """It found too little room, and is admitted again once there is more than it has left. Else one that runs beside hand-offs only
-        would be computed anew, up to the same page, until these end.
+        """It found too little room, and is admitted again once there is more than it has left. Else one that runs
+        beside hand-offs only would be computed anew, up to the same page, until these end.
         """
         self._refused = sequence, self._cache.blocks.num_available - self._headroom(sequence)
 
@@ -289,8 +293,8 @@ class SequenceAdmission:
         return True
 
     def _headroom(self, newcomer: Sequence) -> int:
-        """Pages that must be left: one for each running sequence to grow into, so that nothing that is admitted causes a
-        preemption at once; and the share of all outputs that the operator wants.
+        """Pages that must be left: one for each running sequence to grow into, so that nothing that is admitted causes
+        a preemption at once; and the share of all outputs that the operator wants.
         """
         headroom = len(self._queues.running)
         if self._output_headroom <= 0.0 or not self._cache.blocks.num_used:
@@ -373,8 +377,8 @@ class StepDraft:
         self.tokens_left -= len(self._rows)
 
     def add_chunk(self, sequence: Sequence) -> None:
-        """As much of a prompt as the budgets have left, if `takes_chunks`; its last chunk draws the first tokens, and waits where what
-        these must follow is still compiled. What it fetches arrives meanwhile.
+        """As much of a prompt as the budgets have left, if `takes_chunks`; its last chunk draws the first tokens, and
+        waits where what these must follow is still compiled. What it fetches arrives meanwhile.
         """
         left = len(sequence.tokens) - sequence.num_computed
         if self._must_wait(sequence, left):
@@ -406,7 +410,9 @@ class StepDraft:
         return sequence.awaits_grammar if request.draws_late else left <= self.tokens_left
 
     def _export(self, sequence: Sequence, computed: int) -> None:
-        """Pages that are complete once `computed` tokens are; the first time this includes those that are cached or fetched."""
+        """Pages that are complete once `computed` tokens are;
+        the first time this includes those that are cached or fetched.
+        """
         first = sequence.num_exported
         is_last = computed == len(sequence.tokens)
         end = len(sequence.blocks) if is_last else computed // self._block_tokens

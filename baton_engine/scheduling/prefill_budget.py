@@ -1,4 +1,6 @@
-"""How much of a step prompts may take from the sequences that decode in it, so that the time between their tokens holds. Pure."""
+"""How much of a step prompts may take from the sequences that decode in it,
+so that the time between their tokens holds. Pure.
+"""
 
 from collections.abc import Sequence as SequenceOf
 
@@ -16,7 +18,8 @@ class PrefillBudget:
     Args:
         cost: Predicts it.
         seconds: At most, for all of them together; None for no bound.
-        floor_tokens: Granted whatever they cost, so that a prompt gets on beside decodes that take all the time there is.
+        floor_tokens: Granted whatever they cost, so that a prompt gets on beside decodes that take all the time there
+            is.
     """
 
     def __init__(
@@ -48,9 +51,9 @@ class PrefillBudget:
 
 
 class PrefillBudgets:
-    """Gives each step its `PrefillBudget`: the tightest target of time between tokens among the sequences that decode in it, less what
-    the decodes themselves are predicted to take (Sarathi-Serve's stall-free batches, Agrawal et al. 2024, with a budget in
-    seconds that is learned instead of one in tokens that is set).
+    """Gives each step its `PrefillBudget`: the tightest target of time between tokens among the sequences that decode
+    in it, less what the decodes themselves are predicted to take (Sarathi-Serve's stall-free batches, Agrawal et al.
+    2024, with a budget in seconds that is learned instead of one in tokens that is set).
 
     Args:
         cost: Predicts steps.
@@ -64,7 +67,9 @@ class PrefillBudgets:
         self._floor_tokens = floor_tokens
 
     def budget(self, running: SequenceOf[Sequence], drafts: SequenceOf[Row] = ()) -> PrefillBudget:
-        """For a step in which these decode, with these drafts. Without a target, or before any prompt was measured, there is no bound."""
+        """For a step in which these decode, with these drafts. Without a target,
+        or before any prompt was measured, there is no bound.
+        """
         target_s = self._target_s(running)
         if target_s is None or not self._cost.knows_prompts:
             return PrefillBudget(self._cost)

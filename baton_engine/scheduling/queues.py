@@ -1,4 +1,6 @@
-"""Waiting, prefilling, running: every sequence is in exactly one queue, and moves between them by the table of its states."""
+"""Waiting, prefilling, running: every sequence is in exactly one queue,
+and moves between them by the table of its states.
+"""
 
 from bisect import insort
 from collections import Counter, OrderedDict
@@ -18,7 +20,9 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.HANDING_OFF: frozenset({State.ENDED}),
     State.ENDED: frozenset(),
 }
-"""PREFILLING and RUNNING to WAITING is a preemption; RESERVED to PREFILLING, where a received prompt's last token is computed anew."""
+"""PREFILLING and RUNNING to WAITING is a preemption; RESERVED to PREFILLING,
+where a received prompt's last token is computed anew.
+"""
 
 ADMITTED = frozenset({State.PREFILLING, State.RUNNING, State.RESERVED})
 
@@ -54,8 +58,8 @@ class WaitingQueue:
 class SequenceQueues:
     """All sequences by state.
 
-    What prefills, runs or holds a reservation counts against `max_running`, one per sample it will run, so that whatever was
-    admitted can decode from the moment its KV is there.
+    What prefills, runs or holds a reservation counts against `max_running`, one per sample it will run, so that
+    whatever was admitted can decode from the moment its KV is there.
 
     Args:
         max_running: Samples admitted at once.

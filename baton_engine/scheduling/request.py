@@ -1,6 +1,7 @@
 """A request and its sequences: what the scheduler keeps of them, and what runner and sampler read.
 
-One prompt with several samples is one sequence until its first tokens are drawn; then each sample is a sequence of its own.
+One prompt with several samples is one sequence until its first tokens are drawn;
+then each sample is a sequence of its own.
 """
 
 from collections.abc import Iterable
@@ -41,15 +42,16 @@ class Request:
         stop_ids: Tokens that end a sample.
         final_len: Length of prompt and output at which a sample ends.
         sequences: What of it is in the engine; empty once it is gone.
-        scores: Log-probabilities of the prompt's tokens from the second on, as far as they are computed; None when they are
-            not wanted, or no longer.
+        scores: Log-probabilities of the prompt's tokens from the second on, as far as they are computed; None when they
+            are not wanted, or no longer.
         has_kv: Of kind receive: whether the KV has come and decoding has started.
         deadline_s: When its first token is due; None without a target.
         constraint: What its output must follow, before the first token that is drawn here; None for anything.
         compiling: The same, while it is compiled; None once that is known.
-        draws_late: Whether its prompt may be computed to the end meanwhile, and its last token again where that was too early to draw. Not
-            where pages leave for another engine, or others read what the last token gave.
-        search: Finds its samples where they are searched for: each of its sequences then is a beam. None where they are drawn.
+        draws_late: Whether its prompt may be computed to the end meanwhile, and its last token again where that was too
+            early to draw. Not where pages leave for another engine, or others read what the last token gave.
+        search: Finds its samples where they are searched for: each of its sequences then is a beam.
+            None where they are drawn.
     """
 
     asked: AddRequest
@@ -95,7 +97,9 @@ class Request:
         return max(0, min(num_tokens, len(self.prompt.prompt_tokens) - 1 - start))
 
     def keep_scores(self, start: int, scores: Iterable[TokenLogprobs]) -> None:
-        """Adds the scores of a row that began at `start`; a row computed again after a preemption replaces its former ones."""
+        """Adds the scores of a row that began at `start`;
+        a row computed again after a preemption replaces its former ones.
+        """
         assert self.scores is not None
         self.scores[start:] = scores
 
@@ -130,11 +134,13 @@ class Sequence:
         request: What it belongs to.
         samples: Samples drawn from the next row of logits: several only while they share the prompt.
         tokens: Prompt and generated tokens so far.
-        blocks: Pages in order; page i holds the KV of tokens [i * block_tokens, (i + 1) * block_tokens). Any entry may change
-            between two steps: copy on write, or an equal page that was there first taking the place of this one's own.
+        blocks: Pages in order; page i holds the KV of tokens [i * block_tokens, (i + 1) * block_tokens). Any entry may
+            change between two steps: copy on write, or an equal page that was there first taking the place of this
+            one's own.
         num_computed: Leading tokens whose KV is in the pages.
-        num_drafted: Leading tokens that a draft model has computed, where there is one. One that reads hidden states has computed nothing
-            of the first token, and stores its KV of each other one in the place of the token before.
+        num_drafted: Leading tokens that a draft model has computed, where there is one. One that reads hidden states
+            has computed nothing of the first token, and stores its KV of each other one in the place of the token
+            before.
         state: Where it stands; changed by `SequenceQueues` only.
         keys: Keys of the leading full blocks of `tokens`, as far as they were needed.
         num_published: Leading pages that are held in the prefix tree.
@@ -251,7 +257,9 @@ class Sequence:
         return self.state is State.RUNNING
 
     def growth(self, block_tokens: int) -> int:
-        """Pages that its output may take beyond those of its prompt, or those it has: none where it is not generated here."""
+        """Pages that its output may take beyond those of its prompt, or those it has:
+        none where it is not generated here.
+        """
         if self.request.kind is LegKind.PREFILL:
             return 0
         length = len(self.tokens)

@@ -1,9 +1,9 @@
 """Decides what runs in the next step, and turns what was drawn into events.
 
 A step: running sequences decode first, one token each; then chunks of prompts, begun ones and new ones in one order
-(`ordering`), under what is left of the token budget and of the time that decodes can spare (`prefill_budget`). When pages run
-out, the last in preemption order that no transfer touches gives all of its pages back and is recomputed later (vLLM's preemption
-by recompute), in chunks under the same budget, so that those still running go on decoding.
+(`ordering`), under what is left of the token budget and of the time that decodes can spare (`prefill_budget`). When
+pages run out, the last in preemption order that no transfer touches gives all of its pages back and is recomputed later
+(vLLM's preemption by recompute), in chunks under the same budget, so that those still running go on decoding.
 
     handle(command)  →  schedule() → StepPlan  →  the runner computes it  →  update_from_output(plan, result) → events
 """
@@ -59,9 +59,9 @@ from baton_engine.scheduling.step_cost import StepCost
 class Scheduler:
     """Continuous batching over one arena of pages.
 
-    Pure: no torch, no clock, no thread. Its owner calls `handle` for each command, then `schedule`; a plan that comes back
-    must be executed and given to `update_from_output` (rows that could not be computed to `fail` before) ahead of anything else
-    but `plan_ahead`.
+    Pure: no torch, no clock, no thread. Its owner calls `handle` for each command, then `schedule`; a plan that comes
+    back must be executed and given to `update_from_output` (rows that could not be computed to `fail` before) ahead of
+    anything else but `plan_ahead`.
 
     Rows that are being exported are never preempted, nor are pages pinned for a hand-off: a transfer may be reading or
     writing them.
@@ -178,8 +178,8 @@ class Scheduler:
         Args:
             command: What is asked.
             now_s: When it came, in monotonic seconds: deadlines count from here.
-            constraint: What the output of its prompt must follow, where that has a grammar. Where it is a `CompilingGrammar`, call
-                `compiled` when it has its outcome.
+            constraint: What the output of its prompt must follow, where that has a grammar. Where it is a
+                `CompilingGrammar`, call `compiled` when it has its outcome.
 
         Raises:
             InvariantError: A step is in flight.
@@ -201,7 +201,9 @@ class Scheduler:
                 return []
 
     def compiled(self, seq_id: SeqId, grammar: CompilingGrammar, now_s: float) -> list[SeqEvent]:
-        """A grammar with which a request came has its outcome. Nothing happens where that was taken with a step, or the request is gone."""
+        """A grammar with which a request came has its outcome. Nothing happens where that was taken with a step,
+        or the request is gone.
+        """
         if self._in_flight:
             raise InvariantError("a grammar came while a step was in flight")
         request = self._requests.get(seq_id)
@@ -290,7 +292,9 @@ class Scheduler:
         return [Released(seq_id=command.seq_id)]
 
     def plan_drafts(self, now_s: float) -> DraftPlan | None:
-        """What a draft model should compute before `schedule` is called; None for nothing. Tell `drafted` what became of it."""
+        """What a draft model should compute before `schedule` is called; None for nothing.
+        Tell `drafted` what became of it.
+        """
         if self._in_flight:
             raise InvariantError("drafts were planned while a step was in flight")
         self._queues.now_s = self._cache.story.now_s = now_s
@@ -299,7 +303,9 @@ class Scheduler:
     def drafted(
         self, plan: DraftPlan, proposed: SequenceOf[SequenceOf[int]] | None, seconds: float
     ) -> None:
-        """The drafter took `seconds` to propose tokens for each row of `plan`; None where it failed, and nothing is proposed."""
+        """The drafter took `seconds` to propose tokens for each row of `plan`; None where it failed,
+        and nothing is proposed.
+        """
         if proposed is not None:
             self._cost.drafted(plan, seconds)
         self._planner.drafted(plan, proposed)
@@ -322,7 +328,9 @@ class Scheduler:
         return self._in_flight.begin(InFlightStep(plan=plan, sequences=draft.sequences)), events
 
     def plan_ahead(self) -> StepPlan | None:
-        """The step after the one in flight, to be launched before that one's outcome is known; None where it is needed first."""
+        """The step after the one in flight, to be launched before that one's outcome is known;
+        None where it is needed first.
+        """
         current = self._in_flight.only
         if self._speculator is not None and self._speculator.needs_outcome(current):
             return None
@@ -341,8 +349,8 @@ class Scheduler:
     def update_from_output(
         self, plan: StepPlan, result: StepResult, now_s: float
     ) -> SampledTokens | None:
-        """Takes the outcome of the first step in flight: drawn tokens, full pages, ends. Rows whose sequence was given to `fail`, or
-        ended in the step before, are passed over.
+        """Takes the outcome of the first step in flight: drawn tokens, full pages, ends. Rows whose sequence was given
+        to `fail`, or ended in the step before, are passed over.
 
         Returns:
             The tokens that were drawn; None for none.
@@ -391,8 +399,8 @@ class Scheduler:
         return sampled.columns()
 
     def _confirms(self, row: Row, drawn: int) -> bool:
-        """Whether the last token that was guessed for `row` is the one that was drawn in the row before it, so that what this row has
-        `drawn` is the next. Without a draw the next step computes it anew.
+        """Whether the last token that was guessed for `row` is the one that was drawn in the row before it, so that
+        what this row has `drawn` is the next. Without a draw the next step computes it anew.
         """
         seq = row.seq
         is_next = seq.num_computed == row.start
@@ -426,7 +434,8 @@ class Scheduler:
             self._fan_out(sequence, going_on)
 
     def _fan_out(self, sequence: Sequence, going_on: SequenceOf[tuple[int, int]]) -> None:
-        """Lets each sample that goes on run on its own from its first token: one takes the prompt's pages, the others share them.
+        """Lets each sample that goes on run on its own from its first token: one takes the prompt's pages,
+        the others share them.
 
         Args:
             sequence: The computed prompt.
@@ -445,7 +454,8 @@ class Scheduler:
     def _extend_beams(
         self, request: Request, likeliest: dict[int, TokenLogprobs], sampled: "_Columns"
     ) -> None:
-        """A step of a search: each beam is extended by a token, where the output is generated here. With the last step the texts are told.
+        """A step of a search: each beam is extended by a token, where the output is generated here.
+        With the last step the texts are told.
 
         Args:
             request: Whose beams.
@@ -482,11 +492,12 @@ class Scheduler:
             self._queues.move(first, State.RUNNING, samples=(first.sample,))
 
     def fail(self, seq: Sequence, error: BatonError) -> list[SeqEvent]:
-        """Ends the request that `seq` belongs to, because its row could not be computed; no other is touched. Nothing happens
-        if `seq` has ended.
+        """Ends the request that `seq` belongs to, because its row could not be computed; no other is touched. Nothing
+        happens if `seq` has ended.
 
-        What it read or wrote may be why: its pages are not kept, lest every later prompt that begins like it fails too. Not so
-        where pages could not be brought from elsewhere: those were never published; nor where what was asked for is why.
+        What it read or wrote may be why: its pages are not kept, lest every later prompt that begins like it fails too.
+        Not so where pages could not be brought from elsewhere: those were never published;
+        nor where what was asked for is why.
         """
         request = self._requests.get(seq.seq_id)
         if request is None or all(sequence is not seq for sequence in request.sequences):
@@ -508,7 +519,9 @@ class Scheduler:
             self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        """A sequence ends; with the last one its request does. A step in flight that still has it draws nothing that counts."""
+        """A sequence ends; with the last one its request does.
+        A step in flight that still has it draws nothing that counts.
+        """
         self._cache.free(sequence)
         sequence.constraint = None
         if self._speculator is not None:
@@ -539,8 +552,8 @@ class Scheduler:
         )
 
     def story(self, about: SeqId | BlockKey) -> tuple[StoryEntry, ...]:
-        """What is remembered of a sequence: arrival, admission, pages, preemption, hand-off, end; not its steps. Or of a block: who
-        published and found it, when it was evicted. In order of time. From any thread.
+        """What is remembered of a sequence: arrival, admission, pages, preemption, hand-off, end; not its steps. Or of
+        a block: who published and found it, when it was evicted. In order of time. From any thread.
         """
         told = (*self._stories.story(about), *self._cache.story.story(about))
         return tuple(sorted(told, key=attrgetter("at_s")))

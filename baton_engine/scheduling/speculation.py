@@ -1,9 +1,10 @@
-"""Guesses the next tokens of sequences that decode, so that one step can confirm several (speculative decoding; Leviathan et al. 2023).
+"""Guesses the next tokens of sequences that decode,
+so that one step can confirm several (speculative decoding; Leviathan et al. 2023).
 
-A guessed token, a draft, is computed in the same step as the tokens before it, in a row of its own. In each row the sampler draws as
-it always would: a draw depends on the scores and on (seed, sample, position) alone. A draft is accepted if it equals what was drawn in
-the row before it, and then that row's own draw counts; otherwise it and all behind it mean nothing. So the output is that of steps of
-one token, whatever was guessed.
+A guessed token, a draft, is computed in the same step as the tokens before it, in a row of its own. In each row the
+sampler draws as it always would: a draw depends on the scores and on (seed, sample, position) alone. A draft is
+accepted if it equals what was drawn in the row before it, and then that row's own draw counts; otherwise it and all
+behind it mean nothing. So the output is that of steps of one token, whatever was guessed.
 
     text   … 17 4                    row    computes   draws
     drafts 9 30 8                    0      4          9         the first draft is accepted
@@ -32,21 +33,23 @@ from baton_engine.scheduling.step_cost import StepCost
 from baton_engine.scheduling.suffixes import SuffixDrafter, SuffixIndex
 
 _TRY_AGAIN_AFTER, _MOST_PATIENCE = 32, 256
-"""Where drafts do not pay, one is computed all the same once the text is longer by so many tokens: it may begin to repeat itself. Each time
-that it does not pay again twice as many pass, up to the second number. Of a model, which is as good as before for one text if it is for another,
-one is computed after so many steps, whichever text it is for.
+"""Where drafts do not pay, one is computed all the same once the text is longer by so many tokens: it may begin to
+repeat itself. Each time that it does not pay again twice as many pass, up to the second number. Of a model, which is as
+good as before for one text if it is for another, one is computed after so many steps, whichever text it is for.
 """
 
 _PAYS_OFF, _ALL_PAY_OFF = 1.5, 1.1
-"""A draft has to bring so many times the tokens per second that there are without it, and a step with all its drafts so many times those of one
-without any: what is known of chances and costs errs.
+"""A draft has to bring so many times the tokens per second that there are without it, and a step with all its drafts so
+many times those of one without any: what is known of chances and costs errs.
 """
 
 _LOOK_AGAIN_AFTER = 4
 """Where no draft was found, steps are planned ahead until the text is longer by so many tokens."""
 
 _READ_PER_STEP = 512
-"""Tokens that a step reads at most, of all texts together, so that a long prompt does not hold up the others: half a millisecond for n-grams, one for suffixes."""
+"""Tokens that a step reads at most, of all texts together, so that a long prompt does not hold up the others: half a
+millisecond for n-grams, one for suffixes.
+"""
 
 
 def draft_rows(sequence: Sequence, drafts: SequenceOf[int]) -> list[Row]:
@@ -109,12 +112,14 @@ class Speculator:
 
     @property
     def has_model(self) -> bool:
-        """Whether drafts are asked of a model, step by step: those that are `wanted` are `proposed`, and then chosen."""
+        """Whether drafts are asked of a model, step by step: those that are `wanted` are `proposed`,
+        and then chosen.
+        """
         return not isinstance(self._config, NgramSpeculation | SuffixSpeculation)
 
     def wanted(self, sequence: Sequence) -> int:
-        """How many drafts of a running sequence are worth computing in this step; one where none are, for one sequence in a step whose
-        turn it is to be tried again.
+        """How many drafts of a running sequence are worth computing in this step; one where none are, for one sequence
+        in a step whose turn it is to be tried again.
         """
         if self._most(sequence) <= 0:
             return 0
@@ -143,7 +148,9 @@ class Speculator:
         return len(drafts.proposed)
 
     def choose(self, sequence: Sequence) -> list[int]:
-        """The drafts of a running sequence that are to be computed; empty for none. Nothing is looked up where none are wanted."""
+        """The drafts of a running sequence that are to be computed; empty for none.
+        Nothing is looked up where none are wanted.
+        """
         if self.has_model:
             return [] if sequence.drafts is None else sequence.drafts.taken()
         count = self.wanted(sequence)
@@ -158,8 +165,8 @@ class Speculator:
         return found
 
     def _most(self, sequence: Sequence) -> int:
-        """Drafts that could be of use: the last token of a text is drawn, and never computed. None behind a beam, which seldom goes on with
-        its likeliest token.
+        """Drafts that could be of use: the last token of a text is drawn, and never computed. None behind a beam, which
+        seldom goes on with its likeliest token.
         """
         if sequence.request.search is not None:
             return 0
@@ -205,8 +212,9 @@ class Speculator:
     def _counts(self, running: SequenceOf[Sequence]) -> dict[Sequence, int]:
         """How many drafts of each of these sequences a step should compute; none for those that are not there.
 
-        Drafts of all sequences are weighed together, first the first ones of all, then the second ones: what a step takes longer for computing any,
-        and what one more pass of a model takes, they share. Taken are so many that the step brings the most tokens per second.
+        Drafts of all sequences are weighed together, first the first ones of all, then the second ones: what a step
+        takes longer for computing any, and what one more pass of a model takes, they share. Taken are so many that the
+        step brings the most tokens per second.
         """
         plain_s = self._cost.decodes_s(len(running), sum(s.num_computed + 1 for s in running))
         if plain_s <= 0.0 or self._cost.is_decode_stale(len(running)):
@@ -261,8 +269,8 @@ class Speculator:
         return max(could, key=_grown_untried, default=None)
 
     def needs_outcome(self, current: InFlightStep) -> bool:
-        """Whether the step behind `current` should not be planned ahead: it has drafts, or the next one should. Looks nothing up and
-        changes nothing.
+        """Whether the step behind `current` should not be planned ahead: it has drafts, or the next one should. Looks
+        nothing up and changes nothing.
         """
         if any(row.draft for row in current.plan.rows):
             return True

@@ -17,15 +17,17 @@ _DRAFT_PRIOR = (1e-3, 2e-5)
 """Seconds per pass of a draft model; per token that it computes."""
 
 _DRAFT_ROWS_PRIOR = (5e-4, 1e-4, 5e-8)
-"""Seconds that a step of decodes takes longer for computing drafts at all: more rows than decode may be multiplied in another way; per draft; per
-token of context that they attend to.
+"""Seconds that a step of decodes takes longer for computing drafts at all: more rows than decode may be multiplied in
+another way; per draft; per token of context that they attend to.
 """
 
 _MEASURE_AGAIN_AFTER = 64
 """Steps with drafts."""
 
 _LEAST_SHARE = 0.02
-"""A step with prompts or drafts in it spends at least this share on them. Where less is left, its decodes are predicted too slow."""
+"""A step with prompts or drafts in it spends at least this share on them. Where less is left,
+its decodes are predicted too slow.
+"""
 
 
 def attended_pairs(num_tokens: int, start: int) -> float:
@@ -34,8 +36,8 @@ def attended_pairs(num_tokens: int, start: int) -> float:
 
 
 class StepCost:
-    """Seconds of decoding and seconds of computing prompts and drafts, fitted apart: a worker may do only one of them for hours, and
-    must not forget the others meanwhile.
+    """Seconds of decoding and seconds of computing prompts and drafts, fitted apart: a worker may do only one of them
+    for hours, and must not forget the others meanwhile.
     """
 
     def __init__(self) -> None:
@@ -53,8 +55,9 @@ class StepCost:
         return self._prefill.taught
 
     def is_decode_stale(self, num_rows: int) -> bool:
-        """Whether steps have had drafts for so long, or so many more or fewer sequences decode by now, that a step of decodes alone should be
-        measured again: else drafts would go on for as long as it is believed to take longer than it does.
+        """Whether steps have had drafts for so long, or so many more or fewer sequences decode by now, that a step of
+        decodes alone should be measured again: else drafts would go on for as long as it is believed to take longer
+        than it does.
         """
         low, high = sorted((num_rows, self._num_decodes))
         return self._num_with_drafts >= (_MEASURE_AGAIN_AFTER if 2 * high <= 3 * low else 1)
@@ -117,11 +120,11 @@ class StepCost:
         features: tuple[float, ...],
         seconds: float,
     ) -> None:
-        """What decodes do not take, prompts or drafts do, whose `fit` it is, once it is known what decodes take; a step without any decodes has
-        the fixed part.
+        """What decodes do not take, prompts or drafts do, whose `fit` it is, once it is known what decodes take; a step
+        without any decodes has the fixed part.
 
-        Until then, or where decodes alone would have taken longer, the step is divided as was predicted, so that both come
-        nearer to what they take together: a worker under load may have no step of decodes alone for a long time.
+        Until then, or where decodes alone would have taken longer, the step is divided as was predicted, so that both
+        come nearer to what they take together: a worker under load may have no step of decodes alone for a long time.
         """
         decodes_s = self._step_s(num_rows, context_tokens)
         rest_s = seconds - decodes_s
@@ -136,8 +139,8 @@ class StepCost:
             self._decode.measure((1.0, float(num_rows), float(context_tokens)), share * seconds)
 
     def drafts_s(self, num_drafts: int, context_tokens: int) -> float:
-        """Predicted seconds that so many drafts over so much context in all add to a step of decodes. Before any were measured they take what as
-        many more decodes would.
+        """Predicted seconds that so many drafts over so much context in all add to a step of decodes. Before any were
+        measured they take what as many more decodes would.
         """
         if not num_drafts:
             return 0.0

@@ -1,9 +1,9 @@
-"""How a text may go on: what followed its last tokens where they stood before, in the text itself or in what was generated for other requests
-of its scope (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975). Pure.
+"""How a text may go on: what followed its last tokens where they stood before, in the text itself or in what was
+generated for other requests of its scope (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975). Pure.
 
-The paper counts in suffix trees of a bounded depth. Here the last places of each gram of one token and of three are kept, and the part of the
-tree that drafts are taken from is counted when they are asked for: a token is added at the same small cost however deep the tree is, and it
-takes some 350 bytes where the tree would have up to `depth` nodes.
+The paper counts in suffix trees of a bounded depth. Here the last places of each gram of one token and of three are
+kept, and the part of the tree that drafts are taken from is counted when they are asked for: a token is added at the
+same small cost however deep the tree is, and it takes some 350 bytes where the tree would have up to `depth` nodes.
 
     places of  b c            1: … a b c x y           suffix   followed by      drafts, up to as many as tokens match
                               2: … a b c x z           a b c    x y │ x z │ x y  x (1.0) y (0.67)
@@ -129,7 +129,9 @@ class SuffixTree:
         return text
 
     def read(self, text: Text, most: int) -> int:
-        """Reads on in a text by up to `most` of its tokens; returns by how many. Its end is left out: nothing follows it yet."""
+        """Reads on in a text by up to `most` of its tokens; returns by how many. Its end is left out:
+        nothing follows it yet.
+        """
         tokens, code = text.tokens, text.number << _END_BITS
         first, end = text.end, max(text.end, min(len(text.tokens), text.end + most))
         for place in range(first, end):
@@ -171,10 +173,12 @@ class SuffixTree:
     def continuation(
         self, tokens: list[int], most: int, best: Continuation = NO_CONTINUATION
     ) -> Continuation:
-        """How a text that ends with `tokens` may go on, by up to `most` tokens, if that promises more than `best`; else that.
+        """How a text that ends with `tokens` may go on, by up to `most` tokens, if that promises more than `best`;
+        else that.
 
-        For each length of a match, the likeliest token follows, then the likeliest behind that one, and so on; of equally likely ones that which
-        stands last in the last text. Taken is the length of which the most drafts are expected to be right.
+        For each length of a match, the likeliest token follows, then the likeliest behind that one, and so on; of
+        equally likely ones that which stands last in the last text.
+        Taken is the length of which the most drafts are expected to be right.
         """
         context = tokens[-self._lengths.longest_match :]
         by_length = self._long_matches(context)
@@ -224,7 +228,9 @@ class SuffixTree:
         return by_length
 
     def _short_matches(self, context: list[int], long: set[int]) -> tuple[list[int], list[int]]:
-        """Where the last two tokens of `context` stood and not three, and where the last one did and not two; `long` are places of more."""
+        """Where the last two tokens of `context` stood and not three, and where the last one did and not two;
+        `long` are places of more.
+        """
         two: list[int] = []
         one: list[int] = []
         for place in self._places.get(context[-1], ()):
@@ -289,7 +295,8 @@ class Output:
 
 
 class SharedOutputs:
-    """What was generated for the requests of each scope, in a tree of its own: nothing of one scope is ever found, or counted, for another.
+    """What was generated for the requests of each scope, in a tree of its own: nothing of one scope is ever found,
+    or counted, for another.
 
     Bounded by requests and by tokens, over all scopes; those that began first go first.
 
@@ -450,8 +457,8 @@ class SuffixIndex:
         self._text = None
 
     def read(self, tokens: list[int], most: int) -> int:
-        """Reads on in `tokens`, the whole text, by up to `most` of them, and then in those of them that are output, for others; returns by how
-        many.
+        """Reads on in `tokens`, the whole text, by up to `most` of them, and then in those of them that are output, for
+        others; returns by how many.
         """
         text = self._text
         if text is None or len(tokens) - text.end > _WINDOW:
@@ -477,7 +484,9 @@ class SuffixIndex:
         return self._output
 
     def continuation(self, tokens: list[int], most: int) -> list[int]:
-        """Up to `most` tokens with which the text may go on, by itself or by the outputs of its scope, whichever promises more."""
+        """Up to `most` tokens with which the text may go on, by itself or by the outputs of its scope,
+        whichever promises more.
+        """
         best = self._tree.continuation(tokens, most)
         if self._outputs is not None and best.score < min(most, self._lengths.most_of_all):
             best = self._outputs.continuation(self._scope, tokens, most, best)

@@ -1,4 +1,6 @@
-"""Compiles `host_cuda.c`: a CUDA driver whose GPU is host memory, against NVIDIA's own header, which comes with Triton."""
+"""Compiles `host_cuda.c`: a CUDA driver whose GPU is host memory, against NVIDIA's own header,
+which comes with Triton.
+"""
 
 import importlib.util
 import shutil
@@ -7,7 +9,8 @@ from pathlib import Path
 
 
 def build_host_driver(folder: Path) -> Path | None:
-    """The driver's library `libcuda.so.1` in `folder`, for `LD_LIBRARY_PATH`; None without a C compiler or Triton. Blocks for a second.
+    """The driver's library `libcuda.so.1` in `folder`, for `LD_LIBRARY_PATH`;
+    None without a C compiler or Triton. Blocks for a second.
 
     Raises:
         subprocess.CalledProcessError: It does not compile.

@@ -1,4 +1,6 @@
-"""The engine's own loop over a decoder with random weights: scheduler, graphs, plan-ahead and all, without a checkpoint, a worker or HTTP."""
+"""The engine's own loop over a decoder with random weights: scheduler, graphs, plan-ahead and all,
+without a checkpoint, a worker or HTTP.
+"""
 
 import statistics
 import time
@@ -61,7 +63,8 @@ def run_loop(
     ahead: bool,
     seed: int | None = None,
 ) -> LoopRun:
-    """Generates `output_tokens` after each prompt, all of them submitted before the first step: greedily, or at random of a seed.
+    """Generates `output_tokens` after each prompt, all of them submitted before the first step: greedily,
+    or at random of a seed.
 
     Raises:
         BatonError: A sequence failed.

@@ -1,4 +1,6 @@
-"""Decoders with random weights in shapes worth measuring, made on the device itself, and what a step of them must move and compute."""
+"""Decoders with random weights in shapes worth measuring, made on the device itself,
+and what a step of them must move and compute.
+"""
 
 from dataclasses import dataclass
 
@@ -80,7 +82,8 @@ class GpuShape:
     def decode_floor_s(
         self, batch: int, context: int, kv_token_bytes: int, ceilings: Ceilings
     ) -> float:
-        """Seconds that a decode step takes at least: products and attention each as long as what they read, or what they compute, takes.
+        """Seconds that a decode step takes at least: products and attention each as long as what they read,
+        or what they compute, takes.
 
         Args:
             batch: Rows of the step.

@@ -1,4 +1,5 @@
-"""Where the GPU's day runs, and how large: on a GPU in the shapes of models, elsewhere in miniature under Triton's interpreter.
+"""Where the GPU's day runs, and how large: on a GPU in the shapes of models,
+elsewhere in miniature under Triton's interpreter.
 
 Without a GPU nothing that comes out says anything about one: it shows that every stage runs to its end.
 """

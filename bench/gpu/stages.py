@@ -1,6 +1,7 @@
 """What `bench.gpu_day` does in a process of its own, stage by stage: `python -m bench.gpu.stages STAGE FILE`.
 
-Every figure is appended to FILE as a line of JSON the moment it is known, so that what a later point breaks is not lost.
+Every figure is appended to FILE as a line of JSON the moment it is known,
+so that what a later point breaks is not lost.
 """
 
 import json
@@ -140,7 +141,9 @@ def _case(place: Place, shape: GpuShape, dtype: torch.dtype) -> Case:
 
 
 def correctness(place: Place, figures: Figures) -> None:
-    """Kernels against float64, graphs against eager steps, plan-ahead against the plain loop, tokens against float32."""
+    """Kernels against float64, graphs against eager steps, plan-ahead against the plain loop,
+    tokens against float32.
+    """
     for number, shape in enumerate(place.shapes):
         for dtype in place.dtypes:
             name = f"{number}_{str(dtype).removeprefix('torch.')}"
@@ -206,7 +209,9 @@ def _prompts(place: Place, vocab: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def _graphs_equal_eager(place: Place, decoder: Decoder, dtype: torch.dtype) -> bool:
-    """Over batches that change in their number, their pages and their contexts, with prompts in every second one: bit for bit."""
+    """Over batches that change in their number, their pages and their contexts, with prompts in every second one:
+    bit for bit.
+    """
     numbers, most, longest = random.Random(1), 8, min(512, place.longest)
     width = -(-longest // place.block_tokens)
     arena = arena_for(place, decoder, most * width * place.block_tokens, dtype)
@@ -295,7 +300,9 @@ def kernels(place: Place, figures: Figures) -> None:
 
 
 def steps(place: Place, figures: Figures) -> None:
-    """Whole steps as a share of what the device allows; `decode_roofline_*` and `prefill_peak_*` are the goals' figures."""
+    """Whole steps as a share of what the device allows;
+    `decode_roofline_*` and `prefill_peak_*` are the goals' figures.
+    """
     bench = _model_bench(place)
     for batch in place.batches:
         with figures.point(f"decode b{batch}"):

@@ -1,8 +1,8 @@
 """Holds the GPU's kernels against float64 before anything is timed: a wrong kernel has no speed.
 
-An error is that of the worst vector: of one token in one head for attention and rotation, of one token elsewhere, as a share of the exact
-vector's length. So one key that is left out of one row shows, however large other rows are. Pages hold NaN wherever no token of a
-context stands, and so does the memory that outputs are given.
+An error is that of the worst vector: of one token in one head for attention and rotation, of one token elsewhere, as a
+share of the exact vector's length. So one key that is left out of one row shows, however large other rows are. Pages
+hold NaN wherever no token of a context stands, and so does the memory that outputs are given.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,8 @@ def verify(kernels: KernelSet, case: Case) -> dict[str, float]:
     """The largest error of each kernel.
 
     Raises:
-        SystemExit: One of them is above `TOLERANCE`, or is not a number; says which. Or a row's bits depend on others where they must not.
+        SystemExit: One of them is above `TOLERANCE`, or is not a number; says which.
+            Or a row's bits depend on others where they must not.
     """
     errors = attention_errors(kernels, case) | token_errors(kernels, case)
     if isinstance(kernels, BatchInvariant):
@@ -68,7 +69,9 @@ def wrong_ones(errors: dict[str, float], dtype: torch.dtype) -> dict[str, float]
 
 @torch.inference_mode()
 def attention_errors(kernels: KernelSet, case: Case) -> dict[str, float]:
-    """Of attention over pages: all of a context, a window of it, and pages of 8 bits where the device has such numbers."""
+    """Of attention over pages: all of a context, a window of it,
+    and pages of 8 bits where the device has such numbers.
+    """
     shape, random = case.shape, _Random(case.device, case.dtype)
     rows = [*((1, context) for context in case.decodes), *case.prompts]
     batch, num_pages = _batch(kernels, case, rows)
@@ -214,7 +217,9 @@ def _pages(case: Case, batch: PagedBatch, random: _Random, num_pages: int) -> to
 
 
 def _poison(like: torch.Tensor) -> None:
-    """Leaves NaN in the memory that the next tensor of this size is given, where memory is given out again as on a GPU."""
+    """Leaves NaN in the memory that the next tensor of this size is given,
+    where memory is given out again as on a GPU.
+    """
     torch.full_like(like, torch.nan)
 
 
@@ -256,6 +261,8 @@ def _batch(
 
 
 def _worst(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest error of a vector of the last dimension, as a share of the exact one's length; not a number if one is none."""
+    """The largest error of a vector of the last dimension, as a share of the exact one's length;
+    not a number if one is none.
+    """
     difference = (actual.double() - exact.double()).norm(dim=-1)
     return float((difference / exact.double().norm(dim=-1)).max())

@@ -15,8 +15,9 @@ def merge_parts(
 ) -> dict[str, object]:
     """One report of several, as it is written.
 
-    A figure that several parts have is their median. A ratio stands in the part that measured both sides, so it stays one of a single
-    run; what is said of all figures together is said anew by `summary`. `settings` lists those of the parts.
+    A figure that several parts have is their median. A ratio stands in the part that measured both sides, so it stays
+    one of a single run; what is said of all figures together is said anew by `summary`.
+    `settings` lists those of the parts.
 
     Raises:
         ValueError: A part is of another benchmark, revision, machine or load, or of other versions, than the first.

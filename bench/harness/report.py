@@ -86,7 +86,8 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _kernels() -> dict[str, str | bool]:
-    """Which compiled code a process takes here: the variant of each library, and what its processor multiplies by itself.
+    """Which compiled code a process takes here: the variant of each library,
+    and what its processor multiplies by itself.
 
     Which of the CPU's products of bfloat16 runs, `baton_engine.kernels.cpu.product_choice` decides by measuring.
     """

@@ -1,7 +1,7 @@
 """Request traces in Mooncake's format: a JSON object per line.
 
-`{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [one id per 512-token block of the prompt]}`;
-two requests with the same id at the same place share that block and all before it.
+`{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [one id per 512-token block of the
+prompt]}`; two requests with the same id at the same place share that block and all before it.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """What the pool's directories take, in memory and in a redis-server of the benchmark's own. A part of `bench.pool`.
 
-A node publishes many blocks, as chains; then the chains are looked up, whole and in turn. From Redis the answer comes in columns
-and makes its objects where it is looked at: `lookup` counts what `Directory.lookup` takes, `walked` also the objects of all blocks.
+A node publishes many blocks, as chains; then the chains are looked up, whole and in turn. From Redis the answer comes
+in columns and makes its objects where it is looked at: `lookup` counts what `Directory.lookup` takes,
+`walked` also the objects of all blocks.
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""Pool nodes as processes of a benchmark's own, each with a worker that puts and reads; as if they stood on hosts of their own."""
+"""Pool nodes as processes of a benchmark's own, each with a worker that puts and reads;
+as if they stood on hosts of their own.
+"""
 
 import asyncio
 import multiprocessing

@@ -1,7 +1,7 @@
 """Replays the blocks of a trace through the ledger of one pool node, or of several that know nothing of each other.
 
-Each request reads what is held of the beginning of its prompt and then puts the rest, as a prefill worker does. Only the book is
-kept: no byte is copied. What one of several ledgers holds helps none of the others.
+Each request reads what is held of the beginning of its prompt and then puts the rest, as a prefill worker does. Only
+the book is kept: no byte is copied. What one of several ledgers holds helps none of the others.
 """
 
 from collections.abc import Callable, Sequence

@@ -67,8 +67,8 @@ class Terms:
 def contenders(model: Path, terms: Terms) -> dict[str, Contender]:
     """All of them by name (`NAMES`), serving the model in directory `model`.
 
-    Peers without a suffix hold the weights in bfloat16, as the checkpoint does. What is only there for a comparison at one client is
-    measured with one.
+    Peers without a suffix hold the weights in bfloat16, as the checkpoint does. What is only there for a comparison at
+    one client is measured with one.
     """
     one = [count for count in terms.clients if count == 1]
     ours = partial(serving, str(model), "--dtype", terms.dtype)

@@ -9,9 +9,10 @@ int8_over_bf16_SHAPE_b1        the same, our int8 over our own
 tpot_p99_pd_over_HYBRID_SHAPE  while long prompts keep arriving, prefill and decode apart over a hybrid worker
 tpot_p99_pd_over_HYBRID        of the shape where that is worst
 
-PEER is `vllm` or `transformers`, with bfloat16 weights, or with `_float32` behind it. HYBRID is `hybrid`, the worker as it comes, or
-`hybrid_paced`, which was given a target for the time between tokens. A server's own figures are `SERVER_SHAPE_FIGURE_LEVEL`; at the
-level `prompts` they are of the clients that decode while prompts arrive, at `arriving` of these prompts.
+PEER is `vllm` or `transformers`, with bfloat16 weights, or with `_float32` behind it. HYBRID is `hybrid`, the worker as
+it comes, or `hybrid_paced`, which was given a target for the time between tokens. A server's own figures are
+`SERVER_SHAPE_FIGURE_LEVEL`; at the level `prompts` they are of the clients that decode while prompts arrive,
+at `arriving` of these prompts.
 """
 
 import statistics
@@ -21,7 +22,9 @@ from dataclasses import fields
 from bench.harness.load import Outcome
 
 Measured = dict[tuple[str, str], list[Outcome]]
-"""What each server's turns gave, by its name and the level of load: `c8` for 8 clients, `prompts` and `arriving` for arriving prompts."""
+"""What each server's turns gave, by its name and the level of load: `c8` for 8 clients,
+`prompts` and `arriving` for arriving prompts.
+"""
 
 _HELD_AGAINST = {"hybrid": "pd", "hybrid_paced": "pd", "llamacpp_q8_0": "int8"}
 """Which of ours a server is compared with, if not with the hybrid worker."""

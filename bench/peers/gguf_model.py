@@ -1,4 +1,5 @@
-"""The benchmarks' models as GGUF files, which llama.cpp reads: the same weights, from the directory that `bench.harness.shapes` wrote.
+"""The benchmarks' models as GGUF files, which llama.cpp reads: the same weights,
+from the directory that `bench.harness.shapes` wrote.
 
 Names of tensors and of metadata, and the quantised formats, are those of the library `gguf`. What it leaves to the
 converter is here: which tensors keep float32, and in which order llama.cpp wants the rows of Llama's queries and keys.
@@ -21,8 +22,8 @@ def write_gguf(directory: Path, file: Path, precision: str) -> None:
     Args:
         directory: Config, safetensors and tokenizer.
         file: Is overwritten.
-        precision: Of the matrices: `f32`, `f16`, `bf16` or `q8_0`. Vectors (norms and biases) are float32 in each, as llama.cpp
-            wants them.
+        precision: Of the matrices: `f32`, `f16`, `bf16` or `q8_0`. Vectors (norms and biases) are float32 in each, as
+            llama.cpp wants them.
 
     Raises:
         ModuleNotFoundError: The library `gguf` is not installed.
@@ -52,8 +53,8 @@ def write_gguf(directory: Path, file: Path, precision: str) -> None:
 def interleave_rotary(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows of a query or key projection, `[heads * head_dim, hidden]`, with the halves of each head interleaved.
 
-    Checkpoints rotate a head's element i with element i + head_dim / 2; for Llama, llama.cpp rotates neighbours, as Meta's
-    own checkpoints do.
+    Checkpoints rotate a head's element i with element i + head_dim / 2; for Llama, llama.cpp rotates neighbours, as
+    Meta's own checkpoints do.
     """
     halves = weight.reshape(heads, 2, -1, weight.shape[-1])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))

@@ -1,7 +1,8 @@
-"""What stands before vLLM's own prefill and decode servers: `python nixl_proxy.py --port PORT --prefill URL --decode URL`.
+"""What stands before vLLM's own prefill and decode servers:
+`python nixl_proxy.py --port PORT --prefill URL --decode URL`.
 
-As vLLM's examples do it: a request goes to the prefill server for one token, and with where its pages lie to the decode server, whose
-answer is passed on.
+As vLLM's examples do it: a request goes to the prefill server for one token, and with where its pages lie to the decode
+server, whose answer is passed on.
 """
 
 import argparse

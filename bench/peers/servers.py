@@ -1,4 +1,5 @@
-"""Starts other people's servers on this machine with a model of ours, and stops them: what `bench.cpu_vs_peers` compares with.
+"""Starts other people's servers on this machine with a model of ours, and stops them:
+what `bench.cpu_vs_peers` compares with.
 
 Peers live in environments of their own, since they bring their own torch; the command line says where. transformers,
 which the tests need anyway, is that of this environment.
@@ -38,10 +39,12 @@ def vllm(python: str, model: str, dtype: str, *flags: str) -> Iterator[str]:
 
 @contextmanager
 def vllm_nixl_pair(python: str, model: str, dtype: str, *flags: str) -> Iterator[str]:
-    """vLLM's own prefill and decode server, each on half of the cores, that hand KV off by NIXL, behind a proxy; yields its URL.
+    """vLLM's own prefill and decode server, each on half of the cores, that hand KV off by NIXL, behind a proxy;
+    yields its URL.
 
     Raises:
-        RuntimeError: One of them did not start, as without NIXL in that environment; the end of what it printed is in the message.
+        RuntimeError: One of them did not start, as without NIXL in that environment;
+            the end of what it printed is in the message.
     """
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)

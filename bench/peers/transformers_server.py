@@ -1,8 +1,10 @@
-"""transformers' `generate` behind HTTP, for `bench.cpu_vs_peers`: static batches, as a user without a serving engine would write it.
+"""transformers' `generate` behind HTTP, for `bench.cpu_vs_peers`: static batches,
+as a user without a serving engine would write it.
 
-`transformers serve` takes text only, ends at the end-of-sequence token, and cannot be given the prompts that the others get. So whatever
-waits is taken together, generated to its end, and streamed meanwhile; what comes later waits for the next batch. Here all requests are
-of one length, which is the best case for static batches: nothing is padded, and no request waits for a longer text.
+`transformers serve` takes text only, ends at the end-of-sequence token, and cannot be given the prompts that the others
+get. So whatever waits is taken together, generated to its end, and streamed meanwhile; what comes later waits for the
+next batch. Here all requests are of one length, which is the best case for static batches: nothing is padded, and no
+request waits for a longer text.
 """
 
 import argparse
@@ -140,7 +142,7 @@ def _event(document: dict[str, object]) -> str:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("model")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--port", type=int, required=True)

@@ -1,7 +1,8 @@
-"""An honest client beside hostile ones, for `bench.hostile`: asks for `/health` and for short streamed completions all the time.
+"""An honest client beside hostile ones, for `bench.hostile`:
+asks for `/health` and for short streamed completions all the time.
 
-`python -m bench.router.canary` takes its orders as one line of JSON on standard input, asks until that is closed, and prints the
-durations of all that it asked as another.
+`python -m bench.router.canary` takes its orders as one line of JSON on standard input, asks until that is closed, and
+prints the durations of all that it asked as another.
 """
 
 import asyncio
@@ -33,7 +34,8 @@ class Wait:
     Attributes:
         wall_s: All of it.
         loop_cpu_s: In which the thread of the router's event loop computed, for whomever.
-        run_delay_s: In which that thread, or the canary, could have run, while the kernel gave the processors to others.
+        run_delay_s: In which that thread, or the canary, could have run,
+            while the kernel gave the processors to others.
     """
 
     wall_s: float
@@ -43,7 +45,9 @@ class Wait:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """How long each request took, and of a completion what came after its first token; how many were not answered with 200."""
+    """How long each request took, and of a completion what came after its first token;
+    how many were not answered with 200.
+    """
 
     health: list[Wait] = field(default_factory=list)
     completions: list[Wait] = field(default_factory=list)
@@ -91,8 +95,9 @@ class _Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, request: bytes, end: bytes) -> tuple[bool, Wait]:
-        """Sends `request` and reads until the reply ends with `end`; whether it was answered with 200, and how long it took after
-        its head, which comes with the first token."""
+        """Sends `request` and reads until the reply ends with `end`; whether it was answered with 200, and how long it
+        took after its head, which comes with the first token.
+        """
         try:
             return await self._ask(request, end)
         except (ConnectionError, asyncio.IncompleteReadError):

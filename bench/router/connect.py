@@ -1,4 +1,5 @@
-"""How long a connection to a worker of `bench.router_stream` takes until it has greeted: `python -m bench.router.connect WAY ADDRESS TIMES`.
+"""How long a connection to a worker of `bench.router_stream` takes until it has greeted:
+`python -m bench.router.connect WAY ADDRESS TIMES`.
 
 Prints the median in milliseconds. Channels are opened one after the other; each makes a connection of its own.
 """

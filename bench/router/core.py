@@ -1,4 +1,6 @@
-"""The core of a router with its edges, as far as a request and a worker's report go through it; no sockets (`bench.route`)."""
+"""The core of a router with its edges, as far as a request and a worker's report go through it;
+no sockets (`bench.route`).
+"""
 
 import time
 from collections.abc import Sequence

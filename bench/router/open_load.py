@@ -1,7 +1,7 @@
 """An open-loop load: requests arrive when they do, whether or not earlier ones were answered.
 
-`python -m bench.router.open_load` takes its orders as one line of JSON on standard input and prints what it saw as another. A process of
-its own for each tenant, so that one's flood does not delay the stopwatch of another.
+`python -m bench.router.open_load` takes its orders as one line of JSON on standard input and prints what it saw as
+another. A process of its own for each tenant, so that one's flood does not delay the stopwatch of another.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """`baton` with a router that speaks TCP in the clear, which the product cannot: what TLS costs is measured against it.
 
-`python -m bench.router.plain_tcp serve …`; for `bench.router_stream --transport tcp`. The product's modules are named and not imported, as
-where a benchmark starts them as processes (ADR 0007).
+`python -m bench.router.plain_tcp serve …`; for `bench.router_stream --transport tcp`. The product's modules are named
+and not imported, as where a benchmark starts them as processes (ADR 0007).
 """
 
 import importlib

@@ -109,7 +109,9 @@ class LongTexts:
 
 
 def give_out(workers: list[ReportingWorker], texts: LongTexts, blocks: int, rng: Random) -> None:
-    """Gives out `blocks` distinct ones: to four workers, or all, each of the texts, in part, and the rest to one worker each."""
+    """Gives out `blocks` distinct ones: to four workers, or all, each of the texts, in part,
+    and the rest to one worker each.
+    """
     for keys in texts.keys:
         first, *others = rng.sample(workers, min(_HOLDERS_PER_TEXT, len(workers)))
         first.texts.append(list(keys))

@@ -1,6 +1,7 @@
 """Clients for `bench.router_stream`: many streams at once, read with as little work as can be, counted and timed.
 
-`python -m bench.router.stream_clients` takes its orders as one line of JSON on standard input and prints what it counted as another.
+`python -m bench.router.stream_clients` takes its orders as one line of JSON on standard input and prints what it
+counted as another.
 """
 
 import asyncio
@@ -40,7 +41,9 @@ class Orders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What the clients asked for and saw: tokens, events, the time from each request to its first byte, and between two reads."""
+    """What the clients asked for and saw: tokens, events, the time from each request to its first byte,
+    and between two reads.
+    """
 
     tokens: int
     events: int

@@ -1,8 +1,10 @@
-"""Workers without an engine for `bench.router_stream`: `python -m bench.router.stream_workers WAY DIRECTORY TOKENIZER STEP_MS DECODERS`.
+"""Workers without an engine for `bench.router_stream`:
+`python -m bench.router.stream_workers WAY DIRECTORY TOKENIZER STEP_MS DECODERS`.
 
-A prefill worker and some decode workers over real gRPC, which print their addresses as a line of JSON once they serve. A prompt is prefilled as soon as it arrives; each decode worker then takes
-a step for all its sequences at fixed times, or late if the router has not taken the frame before. They do as little as can be per token,
-so that the benchmark reads what the router costs; `baton run simulated` runs a whole worker, which shares the cores with it.
+A prefill worker and some decode workers over real gRPC, which print their addresses as a line of JSON once they serve.
+A prompt is prefilled as soon as it arrives; each decode worker then takes a step for all its sequences at fixed times,
+or late if the router has not taken the frame before. They do as little as can be per token, so that the benchmark reads
+what the router costs; `baton run simulated` runs a whole worker, which shares the cores with it.
 """
 
 import asyncio

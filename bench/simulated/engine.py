@@ -1,4 +1,6 @@
-"""An engine without a model: the real scheduler, whose steps take what a formula says. For benchmarks of what is scheduled."""
+"""An engine without a model: the real scheduler, whose steps take what a formula says.
+For benchmarks of what is scheduled.
+"""
 
 from dataclasses import dataclass, field
 from itertools import pairwise

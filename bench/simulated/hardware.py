@@ -1,7 +1,7 @@
 """What the simulated cluster consists of beside its workers: time, speeds, links, prefix caches and texts.
 
-Nothing here knows what the router predicts from; the true speeds are the simulation's own. Time is a number that the `Timeline`
-moves from event to event.
+Nothing here knows what the router predicts from; the true speeds are the simulation's own. Time is a number that the
+`Timeline` moves from event to event.
 """
 
 from collections import OrderedDict

@@ -1,4 +1,6 @@
-"""A simulated prefill worker for a router's pure core: it takes its actions, lets time pass, and answers with events."""
+"""A simulated prefill worker for a router's pure core: it takes its actions, lets time pass,
+and answers with events.
+"""
 
 from collections import deque
 

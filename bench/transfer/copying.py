@@ -1,8 +1,8 @@
 """Copying for `bench.handoff`: every way to move one region's pages into another, in random order, taking turns.
 
-Baselines: `memcpy` is libc's, one call for the whole region, one thread; `memcpy_pages` the same pages in the same order, one call for
-each. Both go between two regions of this process, of the kind that backends use (memfd), touched before. `ucx_perftool`,
-`ucx_loop` and `nixl_perftool`: see `bench.transfer.perftools`.
+Baselines: `memcpy` is libc's, one call for the whole region, one thread; `memcpy_pages` the same pages in the same
+order, one call for each. Both go between two regions of this process, of the kind that backends use (memfd), touched
+before. `ucx_perftool`, `ucx_loop` and `nixl_perftool`: see `bench.transfer.perftools`.
 """
 
 import ctypes
@@ -105,7 +105,8 @@ def _layout(page_bytes: int) -> KvLayout:
 def _alternate(ways: dict[str, Way], num_bytes: int, copying: Copying) -> dict[str, float]:
     """Median GB/s of each way; the first round warms up.
 
-    Each round has an order of its own: what ran just before leaves its bytes in the caches, and a core that has rested is faster.
+    Each round has an order of its own: what ran just before leaves its bytes in the caches,
+    and a core that has rested is faster.
     """
     rng = random.Random(copying.seed)
     took_s = {name: list[float]() for name in ways}

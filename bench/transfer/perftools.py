@@ -1,11 +1,13 @@
-"""How fast the libraries under the backends move the same pages by themselves: what `ucx` and `nixl` are measured against.
+"""How fast the libraries under the backends move the same pages by themselves:
+what `ucx` and `nixl` are measured against.
 
-`ucx_perftool` is `ucx_perftest` from UCX, `tag_bw` with scatter lists on both sides (`-D iov,iov -s PAGE:COUNT`): one message of all
-pages of a region, between two processes. Its usual way, one small buffer sent over and over, measures the processor's caches: no
-KV page is there when it is sent. It has no random order, which makes a difference where the processor copies.
+`ucx_perftool` is `ucx_perftest` from UCX, `tag_bw` with scatter lists on both sides (`-D iov,iov -s PAGE:COUNT`): one
+message of all pages of a region, between two processes. Its usual way, one small buffer sent over and over, measures
+the processor's caches: no KV page is there when it is sent. It has no random order,
+which makes a difference where the processor copies.
 
-`ucx_loop` and `nixl_perftool` are bare loops over UCX's and NIXL's own calls, between two processes: all pages at once in the push's
-order, polled without pause; no checks, leases or threads.
+`ucx_loop` and `nixl_perftool` are bare loops over UCX's and NIXL's own calls, between two processes: all pages at once
+in the push's order, polled without pause; no checks, leases or threads.
 """
 
 import os

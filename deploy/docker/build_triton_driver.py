@@ -1,7 +1,8 @@
-"""Compiles the one module that Triton would compile when a GPU is first used, so that the image needs no compiler: `build_triton_driver.py FOLDER`.
+"""Compiles the one module that Triton would compile when a GPU is first used, so that the image needs no compiler:
+`build_triton_driver.py FOLDER`.
 
-Triton's cache names it by a hash of its source and of the platform. FOLDER is that cache; entrypoint.sh has a container's own begin with
-it. The kernels themselves are compiled by `ptxas`, which comes with Triton.
+Triton's cache names it by a hash of its source and of the platform. FOLDER is that cache; entrypoint.sh has a
+container's own begin with it. The kernels themselves are compiled by `ptxas`, which comes with Triton.
 """
 
 import contextlib
@@ -16,9 +17,11 @@ from unittest import mock
 
 
 def build_empty_driver(folder: Path) -> None:
-    """`libcuda.so.1` as the linker wants it, which only hosts with GPUs have: every function that Triton's module calls, doing nothing.
+    """`libcuda.so.1` as the linker wants it, which only hosts with GPUs have:
+    every function that Triton's module calls, doing nothing.
 
-    An entirely empty one would not do: linkers that are told `--as-needed`, as Ubuntu's are, would leave its name out of the module.
+    An entirely empty one would not do: linkers that are told `--as-needed`, as Ubuntu's are,
+    would leave its name out of the module.
     """
     triton = importlib.util.find_spec("triton")
     assert triton is not None

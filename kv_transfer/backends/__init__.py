@@ -1,1 +1,3 @@
-"""The ways in which pages move between two arenas, behind one pair of ports; `registry.py` is the only place that loads them."""
+"""The ways in which pages move between two arenas, behind one pair of ports;
+`registry.py` is the only place that loads them.
+"""

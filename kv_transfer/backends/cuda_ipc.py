@@ -1,8 +1,10 @@
-"""The backend `cuda_ipc`: two workers with GPUs on one host. The sender maps the receiver's arena and copies device to device.
+"""The backend `cuda_ipc`: two workers with GPUs on one host.
+The sender maps the receiver's arena and copies device to device.
 
 What a peer has mapped cannot be taken from it, so a peer is fenced once it has detached, which it says after its
-last copy, or died. A GPU may go on for a moment with what a killed process gave it: its connection may have ended by then, but not the
-process, which holds the driver's files to the end. That the driver ends a process's work with the last of them is NVIDIA's promise.
+last copy, or died. A GPU may go on for a moment with what a killed process gave it: its connection may have ended by
+then, but not the process, which holds the driver's files to the end. That the driver ends a process's work with the
+last of them is NVIDIA's promise.
 """
 
 import itertools
@@ -117,8 +119,8 @@ class PageMover(Protocol):
     """Copies scattered pages within the reach of one GPU."""
 
     def move(self, pages: Sequence[PageRows], stream: Stream) -> None:
-        """Queues the copies; all addresses are device memory that this process maps. A page that is named twice as a target
-        has to get the same bytes both times.
+        """Queues the copies; all addresses are device memory that this process maps. A page that is named twice as a
+        target has to get the same bytes both times.
         """
 
 
@@ -130,8 +132,8 @@ class RowCopies(Protocol):
 
 
 class DriverMover:
-    """Moves pages with the copy engine: one copy for each run of neighbours. Good for large pages; a kernel begins many small
-    copies at once (`baton_engine.kernels.triton.page_move.PageKernel`).
+    """Moves pages with the copy engine: one copy for each run of neighbours. Good for large pages; a kernel begins many
+    small copies at once (`baton_engine.kernels.triton.page_move.PageKernel`).
     """
 
     def __init__(self, driver: RowCopies) -> None:
@@ -212,8 +214,8 @@ class CudaIpcWriter:
         self._leave()
 
     def _leave(self) -> None:
-        """Unmaps first: the owner may reuse the memory as soon as it hears of the detaching. An owner that does not waits for this process to
-        end, as it has to where the GPU refuses everything.
+        """Unmaps first: the owner may reuse the memory as soon as it hears of the detaching. An owner that does not
+        waits for this process to end, as it has to where the GPU refuses everything.
         """
         try:
             self._peer.driver.end(self._peer.stream)
@@ -245,7 +247,9 @@ class CudaIpcWriter:
         return None not in jobs
 
     def _copy(self, jobs: list[_Job]) -> None:
-        """Queues the copies of a layer's pushes together, and behind its event: no layer waits for one that is computed later."""
+        """Queues the copies of a layer's pushes together, and behind its event:
+        no layer waits for one that is computed later.
+        """
         begun: list[_Job] = []
         for _, of_layer in itertools.groupby(jobs, key=lambda job: job[0].ready):
             found = self._with_rows(of_layer)
@@ -372,7 +376,8 @@ class CudaIpcSender:
 
         Raises:
             IncompatibleError: The layouts cannot be matched; names the field.
-            TransferError: The handle is not ours, is refused, or leads to memory of another size or out of this GPU's reach.
+            TransferError: The handle is not ours, is refused,
+                or leads to memory of another size or out of this GPU's reach.
         """
         there = layout if peer is None else peer
         plan = plan_link(layout, there)

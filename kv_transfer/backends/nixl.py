@@ -1,15 +1,17 @@
 """The backend `nixl`: one-sided writes by NVIDIA's NIXL over UCX (RDMA, NVLink, TCP, or a copy between processes).
 
 The receiver registers its arena once and takes no part in a write. What a peer needs for one, NIXL's metadata and where
-the arena begins, it gets from the region server in exchange for the handle's token, sealed; the handle itself names nothing.
+the arena begins, it gets from the region server in exchange for the handle's token, sealed;
+the handle itself names nothing.
 
-A write is done, for its sender, when NIXL reports the transfer DONE: its UCX plugin ends every batch of puts with a flush
-of the endpoint, which completes once all of them are in the remote memory, not when the local buffer may be reused.
-Nothing needs to be said to the receiver's process about it; the commit record that follows is what it acts upon.
+A write is done, for its sender, when NIXL reports the transfer DONE: its UCX plugin ends every batch of puts with a
+flush of the endpoint, which completes once all of them are in the remote memory, not when the local buffer may be
+reused. Nothing needs to be said to the receiver's process about it;
+the commit record that follows is what it acts upon.
 
 Fencing: a remote key cannot be taken back from one peer of many, so a peer is fenced once it has detached or died.
-Revoking asks it to leave: its writer begins nothing new, waits for what is on its way (over TCP it may lie in the receiver's own socket,
-where no cancellation reaches it, and be written later), forgets the key and hangs up.
+Revoking asks it to leave: its writer begins nothing new, waits for what is on its way (over TCP it may lie in the
+receiver's own socket, where no cancellation reaches it, and be written later), forgets the key and hangs up.
 
 Peers are trusted with the arena, and over TCP with more: UCX has no adapter there that checks a peer's addresses, and
 carries out what the peer asks. Between hosts without RDMA that are not trusted alike use `ucx`, which checks each page.
@@ -62,8 +64,8 @@ class NixlAgent:
 
     Args:
         arena: To register.
-        own_thread: Whether NIXL drives its transport by itself, with a thread that never sleeps and costs a core. Otherwise
-            something is done only while a write is polled, or calls `drive`.
+        own_thread: Whether NIXL drives its transport by itself, with a thread that never sleeps and costs a core.
+            Otherwise something is done only while a write is polled, or calls `drive`.
         listening: Where UCX's sockets may be.
     """
 
@@ -124,7 +126,9 @@ class NixlAgent:
 
 @contextmanager
 def _variables(settings: Mapping[str, str]) -> Iterator[None]:
-    """Settings for the UCX within NIXL, which takes them from the environment only; the one beside it is told its own."""
+    """Settings for the UCX within NIXL, which takes them from the environment only;
+    the one beside it is told its own.
+    """
     named = {f"UCX_{name}": value for name, value in settings.items()}
     os.environ.update(named)
     try:
@@ -182,7 +186,8 @@ class Side:
 class NixlPages:
     """Both arenas as NIXL's prepared lists of pages, and the writes between them.
 
-    A list holds, for each layer, for each slice of a page that the pair shares, all pages; NIXL joins neighbours itself.
+    A list holds, for each layer, for each slice of a page that the pair shares, all pages;
+    NIXL joins neighbours itself.
     """
 
     def __init__(
@@ -310,7 +315,9 @@ class NixlWriter:
         self._jobs.put((write, done))
 
     def close(self) -> None:
-        """Waits until everything queued is written, for a few seconds at most, then lets go of the peer's arena. Blocks."""
+        """Waits until everything queued is written, for a few seconds at most,
+        then lets go of the peer's arena. Blocks.
+        """
         self._jobs.put(None)
         self._thread.join()
 
@@ -460,8 +467,9 @@ class NixlReceiver:
         peer.sendall(sign_reply(reply, key))
 
     def _drive(self) -> None:
-        """Greets new peers. On one host their writes do not need this process, unless the system forbids copying between
-        processes: they are carried out here then, and this is often enough to keep a socket's buffer from running full.
+        """Greets new peers. On one host their writes do not need this process, unless the system forbids copying
+        between processes: they are carried out here then,
+        and this is often enough to keep a socket's buffer from running full.
         """
         while not self._closed.wait(_DRIVE_PERIOD_S):
             if self._server.num_attached():

@@ -1,7 +1,7 @@
 """Which transfer backends there are, which of them work here, and the one place that loads them.
 
-`shm` is always there. `nixl` and `ucx` are optional packages of several hundred megabytes; one that is not installed is not
-offered to peers, and one that is costs nothing until a peer uses it.
+`shm` is always there. `nixl` and `ucx` are optional packages of several hundred megabytes; one that is not installed is
+not offered to peers, and one that is costs nothing until a peer uses it.
 """
 
 import importlib.util

@@ -1,10 +1,11 @@
 """The decode worker's side of all hand-offs: what was promised to prefill workers, and what may be freed when.
 
-Counterpart of `outbox.py`. Decides which transfer a message means, whether its sender may say it, and which session has been silent for
-too long; how one transfer goes on stands in `transfer.py`, with its states; who writes which bytes of it in `sender_parts.py`.
+Counterpart of `outbox.py`. Decides which transfer a message means, whether its sender may say it, and which session has
+been silent for too long; how one transfer goes on stands in `transfer.py`, with its states;
+who writes which bytes of it in `sender_parts.py`.
 
-Pages that a peer may be writing to are freed, or granted to another one, only once that peer said that it has stopped, or can
-write no more. What a lost peer was granted stays out of use until then.
+Pages that a peer may be writing to are freed, or granted to another one, only once that peer said that it has stopped,
+or can write no more. What a lost peer was granted stays out of use until then.
 
     router, sessions, engine ── LedgerEvent ──▶ TransferLedger ── LedgerAction ──▶ engine, sessions, the leg's lifecycle
 """
@@ -165,8 +166,8 @@ class _Overdue:
 class TransferLedger:
     """Pure: no sockets, no clock, no engine. Time comes in as `now_s` (monotonic seconds).
 
-    Every method returns the actions the shell must carry out, in order. Messages that are late, repeated or name nothing
-    known are refused without effect and counted in `refused`. Not thread-safe: one owner.
+    Every method returns the actions the shell must carry out, in order. Messages that are late, repeated or name
+    nothing known are refused without effect and counted in `refused`. Not thread-safe: one owner.
     """
 
     def __init__(self, limits: LedgerLimits) -> None:
@@ -174,7 +175,8 @@ class TransferLedger:
         self._transfers: dict[XferId, Transfer] = {}
         self._ended: OrderedDict[XferId, _Ended] = OrderedDict()  # bounded in time and number
         self._leases = SessionLeases(limits.lease_s)
-        # What each open session writes of a page. A session that is over is in neither, though its peer may still write.
+        # What each open session writes of a page. A session that is over is in neither,
+        # though its peer may still write.
         self._links: dict[SessionId, LinkPlan] = {}
         self._cut_sessions: set[SessionId] = set()
         self._log = StoryLog("ledger")
@@ -208,7 +210,9 @@ class TransferLedger:
                 return self._fenced(event, now_s)
 
     def tick(self, now_s: float) -> list[LedgerAction]:
-        """Checks every lease and deadline; call it at least a few times per second, whether or not there is new work."""
+        """Checks every lease and deadline; call it at least a few times per second,
+        whether or not there is new work.
+        """
         actions: list[LedgerAction] = []
         for session in self._leases.expired(now_s):
             silent = UnreachableError("the prefill worker gave no sign of life within its lease")
@@ -289,7 +293,8 @@ class TransferLedger:
         return self._kept(transfer, event, transfer.abort(event.error, now_s), now_s)
 
     def _from_peer(self, event: FromPeer, now_s: float) -> list[LedgerAction]:
-        # A peer that speaks is alive. After its lease nothing it says counts: it was cut off, and its writes are not waited for.
+        # A peer that speaks is alive. After its lease nothing it says counts: it was cut off,
+        # and its writes are not waited for.
         if not self._leases.renew(event.session, now_s):
             self.refused += 1
             return []

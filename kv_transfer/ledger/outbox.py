@@ -1,13 +1,14 @@
-"""The prefill worker's side of all hand-offs: which pages were granted by which peer, when they are pushed, and when a transfer is over.
+"""The prefill worker's side of all hand-offs: which pages were granted by which peer, when they are pushed,
+and when a transfer is over.
 
 Counterpart of `ledger.py`. One transfer, from the router's word until nothing of it is on its way:
 
     OPENED ── first chunk ── RESERVING ── granted ── WRITING ── all landed ── COMMITTING ── verified ── over
        └──────────────────────────┴── cancelled, refused, failed ──┴── ABORTING ── nothing outstanding ── over
 
-The engine exports pages layer by layer while it computes; they wait (`shipment.py`) until the decode worker has granted its own, are
-pushed then, and are committed once every layer of every page has landed and the first tokens are known. However a transfer ends
-early, the decode worker is told (`Quiesced`) only when no push is outstanding.
+The engine exports pages layer by layer while it computes; they wait (`shipment.py`) until the decode worker has granted
+its own, are pushed then, and are committed once every layer of every page has landed and the first tokens are known.
+However a transfer ends early, the decode worker is told (`Quiesced`) only when no push is outstanding.
 
     engine, router, sessions ── OutboxEvent ──▶ Outbox ── OutboxAction ──▶ sessions, connections, the leg's lifecycle
 """
@@ -208,8 +209,8 @@ _ROUTINE = (PageWrite, PushDone)
 class Outbox:
     """Pure: no sockets, no clock, no engine. Time comes in as `now_s` (monotonic seconds).
 
-    Every method returns the actions the shell must carry out, in order. Decides which transfer an event means and whether the peer
-    may say it; how that transfer goes on is decided by `OutgoingTransfer`. Not thread-safe: one owner.
+    Every method returns the actions the shell must carry out, in order. Decides which transfer an event means and
+    whether the peer may say it; how that transfer goes on is decided by `OutgoingTransfer`. Not thread-safe: one owner.
     """
 
     def __init__(self, layout: KvLayout) -> None:

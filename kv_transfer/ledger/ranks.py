@@ -6,7 +6,8 @@ right. This core hears all of them:
     rank 0  committed ─┐
     rank 1  committed ─┼── all ── start on every rank
     rank 2  committed ─┘
-                └─ one fails, or the router withdraws: ranks that have committed drop the sequence, the others are withdrawn
+                └─ one fails, or the router withdraws: ranks that have committed drop the sequence,
+                the others are withdrawn
 """
 
 from dataclasses import dataclass, field

@@ -8,8 +8,9 @@ Mostly one session brings the pages; where ranks of a prefill worker share the h
                            ├──▶ pages       together they write every byte once
     rank 1 ── second half ─┘
 
-A retry of a hand-off writes into the same pages, so there are two groups of parts: those of the attempt that counts, and those of
-earlier attempts whose senders have not stopped yet. Which part makes the transfer go on is decided in `transfer.py`.
+A retry of a hand-off writes into the same pages, so there are two groups of parts: those of the attempt that counts,
+and those of earlier attempts whose senders have not stopped yet.
+Which part makes the transfer go on is decided in `transfer.py`.
 """
 
 from collections.abc import Iterator

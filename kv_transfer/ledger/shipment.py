@@ -1,7 +1,8 @@
 """The pages of one prompt on their way to a decode worker: completed by the engine, waiting, being pushed, landed.
 
-Part of the prefill worker's outbox: `outbox.py` knows which worker takes them and where the transfer stands. The engine completes pages
-layer by layer, and once more, in other pages, where it preempted the prompt. Of each page the latest export counts:
+Part of the prefill worker's outbox: `outbox.py` knows which worker takes them and where the transfer stands. The engine
+completes pages layer by layer, and once more, in other pages, where it preempted the prompt.
+Of each page the latest export counts:
 
     export 1   blocks 0 1 2 3     being pushed
     export 2   blocks     2 3     waits: two pushes of one page could land in any order
@@ -43,8 +44,8 @@ class Shipment:
         self._permit = permit
         self._log = log
         self._push_ids = push_ids
-        # [num_layers, num_blocks]: 0 where not exported, `_LANDED`, or the number of the latest export: its push id, counted from
-        # this prompt's first, for a worker's pushes outgrow 32 bits within weeks.
+        # [num_layers, num_blocks]: 0 where not exported, `_LANDED`, or the number of the latest export: its push id,
+        # counted from this prompt's first, for a worker's pushes outgrow 32 bits within weeks.
         self._latest: npt.NDArray[np.int32] = np.zeros(
             (num_layers, permit.num_blocks), dtype=np.int32
         )

@@ -1,7 +1,8 @@
 """One hand-off as the decode worker keeps it: from the first word on it until its pages have an owner again.
 
-Pages are reserved once two independent messages have arrived: the router's word that it is wanted (`Expected`), and the prefill
-worker's request for pages (`Reserve`). Then pages are taken for the whole prompt, all or nothing; nothing waits while holding part.
+Pages are reserved once two independent messages have arrived: the router's word that it is wanted (`Expected`), and the
+prefill worker's request for pages (`Reserve`). Then pages are taken for the whole prompt, all or nothing;
+nothing waits while holding part.
 
     (router) EXPECTED ─┐                      commit       checksums right
                        ├─ RESERVED ─ WRITING ──────── VERIFYING ──────── COMMITTED   pages belong to the running sequence
@@ -11,9 +12,10 @@ worker's request for pages (`Reserve`). Then pages are taken for the whole promp
            later attempt ◀─ ORPHANED   ABORTING ──────── QUIESCED ── engine has them ── FREE
                              └ no one came ┘  the writer stopped, or can write no more
 
-Mostly one session brings the pages; where ranks of a prefill worker share the heads out, each brings a part (`sender_parts.py`).
-The first rank that asks makes the transfer RESERVED, the last one that commits makes it VERIFYING, and any that is lost makes it
-ORPHANED. Which transfer a message means, and whether its sender may say it, is decided by the ledger (`ledger.py`).
+Mostly one session brings the pages; where ranks of a prefill worker share the heads out, each brings a part
+(`sender_parts.py`). The first rank that asks makes the transfer RESERVED, the last one that commits makes it VERIFYING,
+and any that is lost makes it ORPHANED. Which transfer a message means, and whether its sender may say it,
+is decided by the ledger (`ledger.py`).
 """
 
 from dataclasses import dataclass, field
@@ -109,7 +111,9 @@ class ReservePages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyPages:
-    """To a thread of the shell's: compare what came over `link`, in `session`, with these checksums (`PagesVerified` answers)."""
+    """To a thread of the shell's: compare what came over `link`, in `session`,
+    with these checksums (`PagesVerified` answers).
+    """
 
     xfer_id: XferId
     session: SessionId
@@ -329,7 +333,9 @@ class Transfer:
     def sender_lost(
         self, session: SessionId, error: BatonError, now_s: float
     ) -> list[LedgerAction]:
-        """A session that had a part to bring will not, and was not told by us; for states in which it waits for peers."""
+        """A session that had a part to bring will not, and was not told by us;
+        for states in which it waits for peers.
+        """
         if self.state is _S.ASKED:
             return [*self._stop(error, now_s, but=session), *self._free_pages(error, now_s)]
         return self._orphan(error, now_s, without=session)
@@ -445,7 +451,9 @@ class Transfer:
         return self.state not in (_S.EXPECTED, _S.ASKED)
 
     def _provide_pages(self, now_s: float) -> list[LedgerAction]:
-        """Pages for the sessions that ask: new ones, or those of the attempt before as soon as no other writes there."""
+        """Pages for the sessions that ask: new ones,
+        or those of the attempt before as soon as no other writes there.
+        """
         if self.parts.left_over() or not self.parts:
             return []
         if not self.pages_held:
@@ -472,7 +480,9 @@ class Transfer:
         return ToPeer(session=part.session, message=granted)
 
     def _fault_of(self, commit: Commit, part: SenderPart, grant: Grant) -> TransferError | None:
-        """What is wrong with the commit of `part`, beside the bytes themselves, which are compared once all parts are written."""
+        """What is wrong with the commit of `part`, beside the bytes themselves,
+        which are compared once all parts are written.
+        """
         pages = len(grant.blocks)
         wanted = (pages, pages * part.link.bytes_per_page)
         if (commit.num_blocks, commit.num_bytes) != wanted:
@@ -505,7 +515,9 @@ class Transfer:
         return [started, *self._to_senders(told)]
 
     def _orphan(self, error: BatonError, now_s: float, *, without: SessionId) -> list[LedgerAction]:
-        """A prefill worker is gone before it committed: the pages wait for another one; its other ranks have to stop."""
+        """A prefill worker is gone before it committed: the pages wait for another one;
+        its other ranks have to stop.
+        """
         told = self._stop(error, now_s, but=without)
         lost = WriterLost(xfer_id=self.xfer_id, attempt=self.attempt, error=error)
         self.parts.dismiss()

@@ -1,8 +1,8 @@
 """Where a worker's KV arena lies: memory shared with the processes of this host, or a GPU's.
 
-A worker takes it once, for its engine. Where it lies decides by which backends pages come and go (`backends/registry.py`): an engine on a
-CPU computes in host memory; the address of device memory means something to the GPU and to an adapter that reaches it, and nothing
-here may read it.
+A worker takes it once, for its engine. Where it lies decides by which backends pages come and go
+(`backends/registry.py`): an engine on a CPU computes in host memory; the address of device memory means something to
+the GPU and to an adapter that reaches it, and nothing here may read it.
 """
 
 from collections.abc import Callable

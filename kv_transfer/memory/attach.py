@@ -1,4 +1,6 @@
-"""The peer's side of a region server (`region_server.py`): the attach token that a handle carries, and how to attach by it."""
+"""The peer's side of a region server (`region_server.py`): the attach token that a handle carries,
+and how to attach by it.
+"""
 
 import hashlib
 import hmac
@@ -68,8 +70,8 @@ class Attached:
 
 
 def attach(token: AttachToken, secret: bytes = b"") -> Attached:
-    """Connects to a region server; each end proves to the other that it knows the token and the cluster's secret. Blocks for at most a few
-    seconds.
+    """Connects to a region server; each end proves to the other that it knows the token and the cluster's secret.
+    Blocks for at most a few seconds.
 
     Args:
         token: The server's.
@@ -118,8 +120,8 @@ def is_local(address: str) -> bool:
 
 
 def sign_reply(blob: bytes, key: bytes) -> bytes:
-    """A region server's reply to a peer that attaches, under the key of its connection: bytes for its transport, which would trust them
-    blindly.
+    """A region server's reply to a peer that attaches, under the key of its connection: bytes for its transport, which
+    would trust them blindly.
     """
     return _LENGTH.pack(len(blob)) + blob + _mac(blob, key)
 

@@ -1,9 +1,10 @@
 """Checksums of pages: what a prefill worker computes of what it pushes, and a decode worker of what arrived.
 
-Of every page there is one 64-bit number per group of layers: the hash of each layer's bytes (`page_hash.py`), folded with an odd factor per
-layer, so that no layer can change alone, nor two change places, without changing the sum. A group spans 16 layers: that
-says in which part of the model a fault lies, and keeps the commit record of 1,000 pages of 80 layers at 40 KB, where
-one number per layer would be 640 KB. Per-layer hashes can be computed as layers are pushed, in any order.
+Of every page there is one 64-bit number per group of layers: the hash of each layer's bytes (`page_hash.py`), folded
+with an odd factor per layer, so that no layer can change alone, nor two change places, without changing the sum. A
+group spans 16 layers: that says in which part of the model a fault lies, and keeps the commit record of 1,000 pages of
+80 layers at 40 KB, where one number per layer would be 640 KB.
+Per-layer hashes can be computed as layers are pushed, in any order.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The few calls of CUDA's driver that handing pages over on one host takes, bound with ctypes: no torch, no toolkit.
 
-Memory crosses processes by CUDA's own IPC handles: 64 bytes that name an allocation. The process that opens one sees the
-allocation under an address of its own, on the same GPU or over NVLink on another.
+Memory crosses processes by CUDA's own IPC handles: 64 bytes that name an allocation. The process that opens one sees
+the allocation under an address of its own, on the same GPU or over NVLink on another.
 """
 
 import ctypes
@@ -23,7 +23,9 @@ Stream = NewType("Stream", int)
 
 
 class PeerMemory(Protocol):
-    """Memory of one GPU that crosses processes. Called from any thread. Faults raise TransferError with CUDA's own words."""
+    """Memory of one GPU that crosses processes. Called from any thread.
+    Faults raise TransferError with CUDA's own words.
+    """
 
     def export(self, address: int) -> tuple[bytes, int]:
         """The IPC handle of the allocation that holds `address`, and how far into it that lies."""
@@ -60,7 +62,9 @@ class CudaDriver(PeerMemory, Streams, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """`count` runs of `length` bytes, `source_pitch` and `target_pitch` bytes apart: neighbouring pages, or parts of them."""
+    """`count` runs of `length` bytes, `source_pitch` and `target_pitch` bytes apart: neighbouring pages,
+    or parts of them.
+    """
 
     source: int
     source_pitch: int

@@ -1,8 +1,9 @@
 """Where a process lets peers of other hosts connect: its own region servers, and the sockets that UCX opens.
 
-UCX binds a socket per network device that it uses, on the first address of the device, and another for each of its workers; so it is told one device.
-Whoever connects there is accepted without a word, and kept. No setting changes that, so the kernel is asked to: a filter on the socket drops what comes
-from any other host than those of peers that have proven themselves (`region_server.py`). A stranger sees no port at all.
+UCX binds a socket per network device that it uses, on the first address of the device, and another for each of its
+workers; so it is told one device. Whoever connects there is accepted without a word, and kept. No setting changes that,
+so the kernel is asked to: a filter on the socket drops what comes from any other host than those of peers that have
+proven themselves (`region_server.py`). A stranger sees no port at all.
 """
 
 import os
@@ -67,7 +68,9 @@ class Listening:
         )
 
     def towards(self, connection: socket.socket) -> "Listening":
-        """The same for reaching one peer over `connection`: where no single address was told, the one from which the connection goes."""
+        """The same for reaching one peer over `connection`: where no single address was told,
+        the one from which the connection goes.
+        """
         if connection.family == socket.AF_UNIX or self.is_told:
             return self
         return replace(self, host=connection.getsockname()[0])
@@ -123,11 +126,12 @@ class Listening:
 
 
 class PeerFilter:
-    """Keeps all hosts but those of peers that have proven themselves from sockets that a library listens on. Thread-safe.
+    """Keeps all hosts but those of peers that have proven themselves from sockets that a library listens on.
+    Thread-safe.
 
     Args:
-        listening: Where they should be; one that listens at every address of its host, or is given its devices by the operator (`UCX_NET_DEVICES`),
-            keeps nobody out: peers may come from any of their addresses there.
+        listening: Where they should be; one that listens at every address of its host, or is given its devices by the
+            operator (`UCX_NET_DEVICES`), keeps nobody out: peers may come from any of their addresses there.
     """
 
     def __init__(self, listening: Listening) -> None:
@@ -162,7 +166,9 @@ class PeerFilter:
         self._attach()
 
     def admit(self, peer: socket.socket) -> None:
-        """The host of a peer that has proven itself over `peer`, a connection to or from it, may connect from now on."""
+        """The host of a peer that has proven itself over `peer`, a connection to or from it,
+        may connect from now on.
+        """
         local = peer.family == socket.AF_UNIX
         with self._lock:
             self._hosts.add(self._address if local else peer.getpeername()[0])
@@ -191,7 +197,9 @@ class PeerFilter:
 
 
 def _filter(listener: socket.socket, hosts: set[str]) -> None:
-    """Has the kernel drop what reaches the socket from other hosts (classic BPF, on the source address in the network header)."""
+    """Has the kernel drop what reaches the socket from other hosts (classic BPF, on the source address in the network
+    header).
+    """
     network_header, source, words = -0x100000, 12, 1
     if listener.family == socket.AF_INET6:
         source, words = 8, 4
@@ -245,7 +253,9 @@ def _device_of(address: str) -> str:
 
 
 def _rdma_ports() -> list[str]:
-    """Of adapters that move memory by themselves: UCX would do without those it is not told of. They listen on no port."""
+    """Of adapters that move memory by themselves: UCX would do without those it is not told of.
+    They listen on no port.
+    """
     if not _RDMA_DEVICES.is_dir():
         return []
     return sorted(

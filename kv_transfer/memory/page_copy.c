@@ -1,10 +1,10 @@
-// Copies rows to scattered places. The processor's own prefetching stops at the end of a 4 KiB page of memory and knows nothing
-// of the row that comes next, so a plain copy waits for the first lines of every one. Here the lines are asked for ahead of
-// the copy, over the end of a row into the one that follows: reading the source, and owning the target before it is
-// overwritten. One call for a whole push, so the interpreter's lock is let go once.
+// Copies rows to scattered places. The processor's own prefetching stops at the end of a 4 KiB page of memory and knows
+// nothing of the row that comes next, so a plain copy waits for the first lines of every one. Here the lines are asked
+// for ahead of the copy, over the end of a row into the one that follows: reading the source, and owning the target
+// before it is overwritten. One call for a whole push, so the interpreter's lock is let go once.
 //
-// What is larger than the caches is written past them: an ordinary store first reads the line that it overwrites, and pushes out
-// of the cache what others have there.
+// What is larger than the caches is written past them: an ordinary store first reads the line that it overwrites, and
+// pushes out of the cache what others have there.
 
 #include <stdint.h>
 #include <string.h>
@@ -51,8 +51,9 @@ static void stream_row(char *target, const char *source, const char *next_source
 }
 #endif
 
-// `row_bytes` at page `sources[i]` of `source` go to page `targets[i]` of `target`; pages begin every so many bytes. The caller
-// has checked that they lie inside, and says whether they are to go past the caches, where this processor can.
+// `row_bytes` at page `sources[i]` of `source` go to page `targets[i]` of `target`; pages begin every so many bytes.
+// The caller has checked that they lie inside, and says whether they are to go past the caches,
+// where this processor can.
 void baton_copy_rows(char *target, const char *source, const int64_t *targets, const int64_t *sources, int64_t count,
                      int64_t target_stride, int64_t source_stride, int64_t row_bytes, int64_t past_caches) {
 #ifdef __SSE2__

@@ -1,12 +1,13 @@
 """What one page hashes to: 64 bits of its bytes in one layer, by a rule that both sides of a hand-off know.
 
-`XXH3` where a CPU reads the pages. A GPU computes it badly: each step of it waits for the one before. `WORD_SUM` is a sum over
-the page's words, each mixed with its place, so that any order of adding will do and every thread takes a few words:
+`XXH3` where a CPU reads the pages. A GPU computes it badly: each step of it waits for the one before. `WORD_SUM` is a
+sum over the page's words, each mixed with its place,
+so that any order of adding will do and every thread takes a few words:
 
     sum over i of  mix(word[i] + (i + 1) * golden)   modulo 2^64, words of 8 bytes, little-endian
 
-`mix` is splitmix64's finaliser, one to one: a page in which one word differs never has the same sum, others have it by chance only
-(2^-64). Both find accidental damage; neither protects from a forger (docs/adr/0010).
+`mix` is splitmix64's finaliser, one to one: a page in which one word differs never has the same sum, others have it by
+chance only (2^-64). Both find accidental damage; neither protects from a forger (docs/adr/0010).
 
 Pages are hashed where they lie: in host memory, or on a GPU, which hashes its own better with a kernel
 (`baton_engine.kernels.triton.page_sum`); the worker that hosts both packages brings it along.
@@ -48,8 +49,8 @@ class Checksum(Enum):
 def hash_rows(
     kind: Checksum, pages: Pages, rows: Sequence[int], parts: Sequence[slice] = ()
 ) -> Hashes:
-    """The hash of each of `rows` of `pages` `[num_pages, page_layer_bytes]`; of `parts` of each, one after the other, if any are
-    named.
+    """The hash of each of `rows` of `pages` `[num_pages, page_layer_bytes]`; of `parts` of each, one after the other,
+    if any are named.
 
     Raises:
         TransferError: Parts are not of whole words, and the rule wants words.
@@ -157,7 +158,9 @@ class ArenaHashes:
 
 
 class ReadBackHashes:
-    """Of an arena on a GPU, read back to the host some pages at a time: for peers in host memory, and where there is no Triton."""
+    """Of an arena on a GPU, read back to the host some pages at a time: for peers in host memory,
+    and where there is no Triton.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,6 @@
-"""Copies scattered pages between two mapped regions, in C where there is a compiler and in numpy where there is none."""
+"""Copies scattered pages between two mapped regions,
+in C where there is a compiler and in numpy where there is none.
+"""
 
 import ctypes
 from functools import cache
@@ -35,8 +37,8 @@ def layer_pages(memory: memoryview, layout: KvLayout, num_blocks: int) -> list[P
 
 
 def copy_rows(source: Pages, target: Pages, from_pages: Numbers, to_pages: Numbers) -> None:
-    """Copies row by row; the caller has checked that all of them are there. Lets other threads run meanwhile. What does not fit into the
-    caches, read and written, is written past them.
+    """Copies row by row; the caller has checked that all of them are there. Lets other threads run meanwhile. What does
+    not fit into the caches, read and written, is written past them.
 
     Args:
         source: Rows of as many bytes as `target`'s; neighbouring rows may lie apart, the bytes of one do not.

@@ -1,13 +1,15 @@
-"""How both ends of a fresh connection to a region server prove that they know what only the two should, before either believes the other.
+"""How both ends of a fresh connection to a region server prove that they know what only the two should,
+before either believes the other.
 
     server ── challenge: magic, nonce ──────────────────▶ peer
            ◀── answer: name of a token, nonce, proof ────
            ── proof ────────────────────────────────────▶
 
-A token is a region server's, given out once, in a session that was opened with the cluster's secret (`attach.py`). It never travels on the
-connection that it opens: each end shows a hash of both nonces, under a key made of the token and of the cluster's secret, with its own role in it.
-So a recorded answer is worth nothing to another nonce, one end's proof is not the other's, and who reads a token off a wire cannot use it
-without the secret. Replies, and the tags of UCX's messages, are under a key of this one connection.
+A token is a region server's, given out once, in a session that was opened with the cluster's secret (`attach.py`). It
+never travels on the connection that it opens: each end shows a hash of both nonces, under a key made of the token and
+of the cluster's secret, with its own role in it. So a recorded answer is worth nothing to another nonce, one end's
+proof is not the other's, and who reads a token off a wire cannot use it without the secret. Replies, and the tags of
+UCX's messages, are under a key of this one connection.
 
 Pure: no sockets and no randomness; nonces come in.
 """
@@ -29,7 +31,9 @@ _PEER, _SERVER, _REPLIES = b"peer", b"server", b"replies"
 
 
 def attach_key(secret: bytes) -> bytes:
-    """The key of this kind of proof. `secret` is the cluster's; empty where the kernel says who a peer is, as on a Unix socket."""
+    """The key of this kind of proof. `secret` is the cluster's; empty where the kernel says who a peer is,
+    as on a Unix socket.
+    """
     return derive_key(secret, "baton 2026 kv transfer attach")
 
 

@@ -1,15 +1,18 @@
-"""Lets peers into a receiver's memory: each proves once that it has a token, and the receiver knows when it has detached.
+"""Lets peers into a receiver's memory: each proves once that it has a token,
+and the receiver knows when it has detached.
 
-A peer connects, proves that it knows the token that its handle carried and the cluster's secret (`proof.py`), gets what its backend needs and
-keeps the connection open for as long as it may write. The kernel closes it when the process dies, however it dies. So the end of the connection proves
-that nothing more is written by that peer: this is what fencing means where access cannot be taken back.
+A peer connects, proves that it knows the token that its handle carried and the cluster's secret (`proof.py`), gets what
+its backend needs and keeps the connection open for as long as it may write. The kernel closes it when the process dies,
+however it dies. So the end of the connection proves that nothing more is written by that peer: this is what fencing
+means where access cannot be taken back.
 
-Where a killed process's writes may go on for a moment, as those of a GPU may, it proves nothing: there a peer says `DETACH` once
-its last write is done, and the end of one that did not counts once its process has ended with all that it held.
+Where a killed process's writes may go on for a moment, as those of a GPU may, it proves nothing: there a peer says
+`DETACH` once its last write is done, and the end of one that did not counts once its process has ended with all that it
+held.
 
-On one host the server listens on a Unix socket of the same user; between hosts on TCP, where keep-alive notices a host that died.
-Whoever proves nothing is gone after two seconds, holds a few kilobytes until then, and makes room for others long before: see `RegionAccess`.
-The peer's side is `attach.py`.
+On one host the server listens on a Unix socket of the same user; between hosts on TCP, where keep-alive notices a host
+that died. Whoever proves nothing is gone after two seconds, holds a few kilobytes until then, and makes room for others
+long before: see `RegionAccess`. The peer's side is `attach.py`.
 """
 
 import errno
@@ -42,8 +45,9 @@ from kv_transfer.memory.proof import (
 _log = get_logger(__name__)
 
 OnAttach = Callable[[socket.socket, bytes, bytes], None]
-"""Gives a peer, over its connection, what it needs; called with its token and the key of its connection on the server's thread. The peer is
-refused when it raises OSError or TransferError."""
+"""Gives a peer, over its connection, what it needs; called with its token and the key of its connection on the server's
+thread. The peer is refused when it raises OSError or TransferError.
+"""
 
 PROOF_TIMEOUT_S = 2.0
 """From accepting a connection until its peer has to have proven itself."""
@@ -72,7 +76,8 @@ class RegionAccess:
     """Whom a region server lets in.
 
     Attributes:
-        secret: The cluster's, which peers prove to know beside their token. Empty on a Unix socket, where the kernel tells the user.
+        secret: The cluster's, which peers prove to know beside their token. Empty on a Unix socket,
+            where the kernel tells the user.
         listening: Where its socket on TCP is bound, and what peers are told of that.
         refused: Told, on the server's thread, of each connection that was closed before its peer attached.
     """
@@ -121,13 +126,13 @@ class RegionServer:
             address: `unix:/path`, or `host:port` where port 0 takes a free one of those that it may.
             on_attach: Gives a peer that attaches what it needs.
             admission: Which peers may; on TCP it has the cluster's secret.
-            must_detach: Whether peers say `DETACH` once they write no more, so that without it their process has to end. On Unix
-                sockets only.
+            must_detach: Whether peers say `DETACH` once they write no more, so that without it their process has to
+                end. On Unix sockets only.
 
         Raises:
             ValueError: An address on TCP without the cluster's secret.
-            OSError: The address is served by another process, a path is too long for a Unix socket (about 100 bytes), or
-                its folder is missing.
+            OSError: The address is served by another process, a path is too long for a Unix socket (about 100 bytes),
+                or its folder is missing.
         """
         if not address.startswith(UNIX) and not admission.secret:
             raise ValueError("a region server on TCP needs the cluster's secret")
@@ -168,7 +173,9 @@ class RegionServer:
         return token
 
     def revoke(self, token: bytes, gone: Callable[[], None]) -> None:
-        """No peer attaches by `token` any more, and one that has is asked to leave; calls `gone`, from any thread, once it has."""
+        """No peer attaches by `token` any more, and one that has is asked to leave; calls `gone`, from any thread,
+        once it has.
+        """
         with self._lock:
             attachment = self._attachments.get(token)
             if attachment is not None and attachment.peer is not None:
@@ -179,7 +186,9 @@ class RegionServer:
         gone()
 
     def send(self, token: bytes, data: bytes) -> bool:
-        """Sends a few bytes to the peer that attached by `token`; False when it is gone, or lets them pile up unread."""
+        """Sends a few bytes to the peer that attached by `token`; False when it is gone,
+        or lets them pile up unread.
+        """
         with self._lock:
             attachment = self._attachments.get(token)
             peer = attachment.peer if attachment is not None else None
@@ -301,7 +310,9 @@ class RegionServer:
         self._let_in(attachment, unproven.peer, proof)
 
     def _proof_of(self, unproven: _Unproven) -> tuple[ConnectionProof | None, _Attachment | None]:
-        """What the peer's answer proves, and the attachment that is now its own; a token that somebody shows wrongly stays good."""
+        """What the peer's answer proves, and the attachment that is now its own;
+        a token that somebody shows wrongly stays good.
+        """
         answer = read_answer(bytes(unproven.said))
         if answer is None:
             return None, None
@@ -440,8 +451,8 @@ def is_same_user(peer: socket.socket) -> bool:
 
 
 def watch_process(peer: socket.socket) -> int:
-    """A descriptor of the peer's process that becomes readable once it has ended and all its files are closed, a GPU's among them.
-    The caller closes it.
+    """A descriptor of the peer's process that becomes readable once it has ended and all its files are closed, a GPU's
+    among them. The caller closes it.
 
     Raises:
         TransferError: The process has ended, or is out of sight: it has to share this one's process ids.

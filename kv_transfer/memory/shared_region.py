@@ -1,8 +1,8 @@
 """Shared memory in which a worker's KV arenas live, so that a peer on the same host can write into them.
 
-A region is an anonymous file (memfd): it has no name anywhere, so nothing is left behind whatever is killed. Its size is
-sealed: a peer that could shrink it would make the owner's next access a SIGBUS. The descriptor reaches peers through a
-region server, which also knows when they have unmapped it (`serve_region`, `attach_region`).
+A region is an anonymous file (memfd): it has no name anywhere, so nothing is left behind whatever is killed. Its size
+is sealed: a peer that could shrink it would make the owner's next access a SIGBUS. The descriptor reaches peers through
+a region server, which also knows when they have unmapped it (`serve_region`, `attach_region`).
 """
 
 import ctypes
@@ -117,8 +117,8 @@ class SharedRegion:
             return
 
     def _populate(self) -> None:
-        """Without this the first push to every page of a peer would pay for a page fault. Nobody waits for it: it takes from 80 ms per GiB
-        up to some seconds, in a virtual machine whose host gives the memory only now.
+        """Without this the first push to every page of a peer would pay for a page fault. Nobody waits for it: it takes
+        from 80 ms per GiB up to some seconds, in a virtual machine whose host gives the memory only now.
         """
         libc = ctypes.CDLL(None)
         first = ctypes.c_char.from_buffer(self._mapping)

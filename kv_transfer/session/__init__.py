@@ -1,1 +1,3 @@
-"""The control messages of hand-offs between two workers: handshake, heartbeats, and the connection to the peer's region."""
+"""The control messages of hand-offs between two workers: handshake, heartbeats,
+and the connection to the peer's region.
+"""

@@ -34,7 +34,9 @@ from kv_transfer.ticket import region_digest
 
 _HANDSHAKE_TIMEOUT_S = 5.0
 _MAP_TIMEOUT_S = 10.0
-"""For all backends together: prompts wait for it that another prefill worker, or the peer itself, could compute meanwhile."""
+"""For all backends together: prompts wait for it that another prefill worker, or the peer itself,
+could compute meanwhile.
+"""
 
 Call = grpc.aio.StreamStreamCall[common_pb2.Signed, common_pb2.Signed]
 
@@ -192,7 +194,8 @@ class PeerSession:
         return self._seal.open(signed, pb.TransferReply())
 
     async def _keep_up(self, call: Call) -> None:
-        """Maps the region, renews the lease and listens, all at once, until one of them fails or the way to the region is lost.
+        """Maps the region, renews the lease and listens, all at once,
+        until one of them fails or the way to the region is lost.
 
         Beats do not wait for the region: mapping it, by one backend or another, may take longer than a lease.
         """

@@ -1,7 +1,9 @@
-"""A prefill worker's connection to the region of one peer: mapped by the backend that the peer chose, probed, measured, closed.
+"""A prefill worker's connection to the region of one peer: mapped by the backend that the peer chose, probed,
+measured, closed.
 
-Belongs to one session (`client.py`), which says which region it is and for how long it may be written to. Once it is open, pages
-are hashed by a thread of its own, beside the one with which the backend copies: pages are hashed while those before them are copied.
+Belongs to one session (`client.py`), which says which region it is and for how long it may be written to. Once it is
+open, pages are hashed by a thread of its own, beside the one with which the backend copies:
+pages are hashed while those before them are copied.
 """
 
 import asyncio

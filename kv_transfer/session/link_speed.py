@@ -1,7 +1,7 @@
 """How fast the connection to a peer is: probed at the handshake, and measured ever after on the pushes themselves.
 
-The probe (`probe_link`) writes into the peer's spare page, which belongs to no sequence (`baton.layout.SPARE_BLOCKS`). It shows
-that the connection carries anything at all before a prompt depends on it, and gives the first figures.
+The probe (`probe_link`) writes into the peer's spare page, which belongs to no sequence (`baton.layout.SPARE_BLOCKS`).
+It shows that the connection carries anything at all before a prompt depends on it, and gives the first figures.
 """
 
 import threading
@@ -27,8 +27,8 @@ _PROBE = XferId("link")
 class LinkSpeed:
     """The speed of the connection to a peer.
 
-    The rate is bytes over the seconds in which they moved, both decaying alike. Bytes weigh: a small push takes longer per
-    byte, and says little about the link.
+    The rate is bytes over the seconds in which they moved, both decaying alike. Bytes weigh: a small push takes longer
+    per byte, and says little about the link.
 
     Attributes:
         backend: By which the pages go.

@@ -1,6 +1,7 @@
-"""What is said in a session is sealed: every message carries a signature under the session's own key and its place in the
-order, so that a message that was altered, left out, said twice or brought from another session ends the session instead of
-misleading it. TCP's checksum lets one damaged segment in some ten million through, and behind a proxy none is end to end.
+"""What is said in a session is sealed: every message carries a signature under the session's own key and its place in
+the order, so that a message that was altered, left out, said twice or brought from another session ends the session
+instead of misleading it. TCP's checksum lets one damaged segment in some ten million through,
+and behind a proxy none is end to end.
 
 The first message, which names the session, is signed with the cluster's key (`TicketOffice`).
 """

@@ -1,8 +1,8 @@
 """The decode worker's end of the hand-off's control messages: one stream per prefill worker carries all its transfers.
 
 Counterpart of `client.py`, where the handshake begins. `TransferService` admits prefill workers; each session is then a
-`ServedSession`, in which the handshake goes on for as long as the peer cannot reach the arena: it is offered the next backend that
-both have.
+`ServedSession`, in which the handshake goes on for as long as the peer cannot reach the arena: it is offered the next
+backend that both have.
 """
 
 import asyncio
@@ -38,7 +38,9 @@ from kv_transfer.ticket import region_digest
 
 
 class Fence:
-    """Tells once that a session's peer can never write here again: when its access by every backend that it was offered is revoked."""
+    """Tells once that a session's peer can never write here again:
+    when its access by every backend that it was offered is revoked.
+    """
 
     def __init__(self, fenced: Callable[[], None]) -> None:
         self._fenced = fenced

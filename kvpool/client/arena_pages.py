@@ -1,4 +1,5 @@
-"""The pages of an engine's arena, in host memory or on a GPU, and the slab, as the rows that are copied from one to the other.
+"""The pages of an engine's arena, in host memory or on a GPU, and the slab,
+as the rows that are copied from one to the other.
 
 A block lies in the slab in one piece, its layers one after the other; in the arena every layer has a region of its own:
 
@@ -27,7 +28,9 @@ from kvpool.hashed_copy import Hashes, copy_hashed
 from kvpool.ports import ArenaPages
 
 _ROWS_PER_CALL_BYTES = 4 << 20
-"""Rows are copied without the interpreter's lock; a call never holds on to a core for long, and a cancelled copy ends soon."""
+"""Rows are copied without the interpreter's lock; a call never holds on to a core for long,
+and a cancelled copy ends soon.
+"""
 
 
 class HostPages:
@@ -62,7 +65,8 @@ class HostPages:
 def slab_layers(
     memory: memoryview, layout: KvLayout, *, num_slots: int, slot_bytes: int
 ) -> list[Pages]:
-    """A slab's bytes as one `[num_slots, page_layer_bytes]` array per layer of `layout`, without copying; its rows lie apart.
+    """A slab's bytes as one `[num_slots, page_layer_bytes]` array per layer of `layout`, without copying;
+    its rows lie apart.
 
     Raises:
         TransferError: A block does not fit a slot, or the slab is smaller than said.

@@ -1,8 +1,8 @@
-"""Leases blocks of this host's node for the prompts of a worker: asks before a prompt is submitted, renews while it waits,
-gives back once it has been admitted.
+"""Leases blocks of this host's node for the prompts of a worker: asks before a prompt is submitted, renews while it
+waits, gives back once it has been admitted.
 
-Stands between the event loop, where the node is talked to, and the engine's and the reader's threads, which only say what they
-need.
+Stands between the event loop, where the node is talked to, and the engine's and the reader's threads, which only say
+what they need.
 """
 
 import asyncio
@@ -22,7 +22,9 @@ from kvpool.ports import PoolClient
 _log = get_logger(__name__)
 
 _MAX_OVERDUE = 4
-"""A node that owes this many answers is asked nothing more until one has come, so that a slow one delays few prompts."""
+"""A node that owes this many answers is asked nothing more until one has come,
+so that a slow one delays few prompts.
+"""
 
 _Call = Callable[[], Coroutine[None, None, None]]
 

@@ -1,6 +1,8 @@
-"""A worker's client of its host's pool node: attaches, maps the slab, and does so again whenever the node has started anew.
+"""A worker's client of its host's pool node: attaches, maps the slab,
+and does so again whenever the node has started anew.
 
-Without a node every call raises `PoolUnavailableError` and the worker computes what it needs; nothing waits for a node to come.
+Without a node every call raises `PoolUnavailableError` and the worker computes what it needs;
+nothing waits for a node to come.
 """
 
 import asyncio

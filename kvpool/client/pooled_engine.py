@@ -1,7 +1,7 @@
 """An engine whose prompts come with their blocks in the pool leased already; and the pool as a store of whole prompts.
 
-Stands between a worker's services and their engine. A prompt waits here for the node's answer, for some milliseconds, and in the
-order in which prompts came; every other command passes at once.
+Stands between a worker's services and their engine. A prompt waits here for the node's answer, for some milliseconds,
+and in the order in which prompts came; every other command passes at once.
 """
 
 import asyncio
@@ -42,7 +42,9 @@ class PromptKeys:
         self._layout = layout
 
     def count(self, prompt: Prompt) -> int:
-        """How many these are. The last token is always computed, and all of them where their log-probabilities are wanted."""
+        """How many these are. The last token is always computed,
+        and all of them where their log-probabilities are wanted.
+        """
         if prompt.sampling.prompt_logprobs is not None:
             return 0
         return max(0, len(prompt.tokens) - 1) // self._layout.block_tokens
@@ -73,8 +75,8 @@ class _Waiting:
 class PooledEngine:
     """An `EnginePort` over another one. `submit` belongs to the event loop.
 
-    A command for a prompt that still waits, such as its abort, ends the waiting: the engine gets both at once. No prompt
-    waits for longer than the pool may take for one, since those before it came before it.
+    A command for a prompt that still waits, such as its abort, ends the waiting: the engine gets both at once. No
+    prompt waits for longer than the pool may take for one, since those before it came before it.
 
     Args:
         engine: The engine.

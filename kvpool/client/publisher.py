@@ -4,8 +4,8 @@
 
 No request waits for it. What goes wrong costs the pool a few blocks, and nothing else.
 
-The engine goes on meanwhile and holds nothing back: a page may be handed out again while it is copied. Its generation, read after
-the copy, tells; what was copied then is not what its key says and is never committed.
+The engine goes on meanwhile and holds nothing back: a page may be handed out again while it is copied. Its generation,
+read after the copy, tells; what was copied then is not what its key says and is never committed.
 """
 
 import asyncio
@@ -52,8 +52,8 @@ class Placed:
 
 
 class PublishQueue:
-    """A `baton_engine.ports.BlockSink` that forgets the oldest pages when there are too many: they are the ones most likely to have
-    been handed out again. Pages themselves are not held; see `PublishedPage.generation`.
+    """A `baton_engine.ports.BlockSink` that forgets the oldest pages when there are too many: they are the ones most
+    likely to have been handed out again. Pages themselves are not held; see `PublishedPage.generation`.
 
     Offered to by one thread, taken from by another.
 
@@ -104,7 +104,8 @@ class PublishQueue:
 
 
 class PoolWriter:
-    """Copies full pages to reserved slots. Blocks; for a thread that no request waits for. Not thread-safe: one writer at a time.
+    """Copies full pages to reserved slots. Blocks; for a thread that no request waits for. Not thread-safe:
+    one writer at a time.
 
     Args:
         arena: Where pages lie.
@@ -123,11 +124,12 @@ class PoolWriter:
             slab: One array `[num_slots, page_layer_bytes]` per layer.
 
         Returns:
-            Per slot the block's checksums as `HeldBlock` has them, or nothing where the page was handed out again: such a
-            slot holds no block and must not be committed.
+            Per slot the block's checksums as `HeldBlock` has them, or nothing where the page was handed out again: such
+            a slot holds no block and must not be committed.
 
         Raises:
-            TransferError: A slot lies outside the slab, or its blocks have another number of layers; nothing was written.
+            TransferError: A slot lies outside the slab, or its blocks have another number of layers;
+                nothing was written.
         """
         check_layers(slab, self._arena)
         check_pages(tuple(BlockId(placed.slot) for placed in places), len(slab[0]))

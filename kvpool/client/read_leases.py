@@ -1,7 +1,8 @@
-"""What each sequence of a worker may read in the slab, and until when: between the client, which leases, and the reader.
+"""What each sequence of a worker may read in the slab, and until when: between the client, which leases,
+and the reader.
 
-A sequence's blocks are leased before its prompt is submitted, and again when it has been preempted (`want`). They are given
-back when it has been admitted or is gone (`forget`).
+A sequence's blocks are leased before its prompt is submitted, and again when it has been preempted (`want`). They are
+given back when it has been admitted or is gone (`forget`).
 """
 
 import threading
@@ -68,10 +69,12 @@ class Readable:
 
 
 class ReadLeases:
-    """Thread-safe: the client adds and renews on its event loop, the engine's thread asks and forgets, the reader checks.
+    """Thread-safe: the client adds and renews on its event loop, the engine's thread asks and forgets,
+    the reader checks.
 
     Args:
-        clock: Of this machine; a lease is counted from before it was asked for, so it ends here before it ends at the node.
+        clock: Of this machine; a lease is counted from before it was asked for,
+            so it ends here before it ends at the node.
         released: Called, from whatever thread, with leases that are not needed any more.
     """
 
@@ -119,7 +122,9 @@ class ReadLeases:
     def find(
         self, seq_id: SeqId, keys: tuple[BlockKey, ...], *, first_block: int = 0
     ) -> Readable | None:
-        """The longest readable beginning of `keys`, which begin at block `first_block` of the text; None for nothing."""
+        """The longest readable beginning of `keys`, which begin at block `first_block` of the text;
+        None for nothing.
+        """
         latest_s = self._clock.now_s() + MARGIN_S
         with self._lock:
             good = [

@@ -1,7 +1,8 @@
 """Brings leased blocks from the slab into an engine's pages, layer after layer, while the engine computes.
 
-Implements `baton_engine.ports.KvSource` for a worker: the engine's thread says what it needs and waits for a layer; one thread here
-copies, and compares what has arrived with the checksums of the lease before it says that the layer is there.
+Implements `baton_engine.ports.KvSource` for a worker: the engine's thread says what it needs and waits for a layer; one
+thread here copies, and compares what has arrived with the checksums of the lease before it says that the layer is
+there.
 
     engine    begin ─┬─ await 0 ─ compute 0 ─┬─ await 1 ─ compute 1 ─ … ─ finish
     reader           └─ copy 0 ─┬─ verify ─ copy 1 ─ verify ─ copy 2 …      └─ nothing is written any more
@@ -30,7 +31,9 @@ STALLED_AFTER_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One fetch, resolved: rows of the slab and of the arena, and what they must hash to, `[num_layers, num_blocks]`."""
+    """One fetch, resolved: rows of the slab and of the arena, and what they must hash to,
+    `[num_layers, num_blocks]`.
+    """
 
     fetch: PageFetch
     slots: Numbers

@@ -1,16 +1,20 @@
 """The directory of a pool with several nodes, in Redis: one small record per block, one script per step.
 
-All records lie in one hash: no names to make for a long chain, and a third fewer bytes than with a key each. A record holds the
-block's replicas and four-byte hashes of whose it is (`record.lua`), about 110 bytes of Redis' memory for a block with one replica.
+All records lie in one hash: no names to make for a long chain, and a third fewer bytes than with a key each. A record
+holds the block's replicas and four-byte hashes of whose it is (`record.lua`),
+about 110 bytes of Redis' memory for a block with one replica.
 
-A node has a number there for as long as its lease holds; when it ends, all its replicas are void with it, without being touched.
-The other nodes' renewals sweep their records out by and by; where no node renews at all, everything goes after a week.
+A node has a number there for as long as its lease holds; when it ends, all its replicas are void with it, without being
+touched. The other nodes' renewals sweep their records out by and by; where no node renews at all,
+everything goes after a week.
 
-The scripts make their keys' names from the prefix, so the directory lies on one Redis, not spread over a cluster of them.
+The scripts make their keys' names from the prefix, so the directory lies on one Redis,
+not spread over a cluster of them.
 
-Others may write there. What a node says of itself, of tenants and of flushes is sealed with the cluster's secret: nodes connect to its
-addresses and drop blocks for it. Records of blocks are not, for their size: a false one costs a question to a node that knows better,
-and whoever reads a block verifies its bytes. Whatever else is wrong is counted, passed over and, where it is in the way, removed.
+Others may write there. What a node says of itself, of tenants and of flushes is sealed with the cluster's secret: nodes
+connect to its addresses and drop blocks for it. Records of blocks are not, for their size: a false one costs a question
+to a node that knows better, and whoever reads a block verifies its bytes. Whatever else is wrong is counted, passed
+over and, where it is in the way, removed.
 """
 
 from collections.abc import Awaitable, Iterator, Mapping, Sequence

@@ -1,8 +1,8 @@
 """What nodes write into the shared directory for others to act on: sealed with the cluster's secret, read strictly.
 
-A node's state names an address that others connect to; what tenants have on it moves quotas; a flush makes every node drop blocks.
-A state holds for its lease. A flush has the time of its making as its number and names the flush before it, so that an old one is
-not carried out again, and one that went missing is noticed.
+A node's state names an address that others connect to; what tenants have on it moves quotas; a flush makes every node
+drop blocks. A state holds for its lease. A flush has the time of its making as its number and names the flush before
+it, so that an old one is not carried out again, and one that went missing is noticed.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,8 @@ class Flush:
 
 
 class Statements:
-    """Seals and opens. What does not open raises `ValueError` (`SealError`, or msgspec's): another wrote it, or it is over.
+    """Seals and opens. What does not open raises `ValueError` (`SealError`, or msgspec's): another wrote it,
+    or it is over.
 
     Args:
         secret: Of the cluster.
@@ -126,7 +127,9 @@ class Statements:
         )
 
     def seal_parts(self, state: NodeState, lease_s: float) -> bytes:
-        """What tenants have on a node; empty where none has anything. A tenant with a longer name than is read is not told of."""
+        """What tenants have on a node; empty where none has anything.
+        A tenant with a longer name than is read is not told of.
+        """
         told = [part for part in state.parts if len(part.tenant) <= _MAX_CHARS]
         if not told:
             return b""
@@ -179,7 +182,8 @@ class Statements:
 
 
 def missed_flushes(flushes: Sequence[Flush], carried_out: int) -> tuple[int, tuple[Selection, ...]]:
-    """The number of the latest flush, and what a node has to give up that has carried out those up to `carried_out`, in order.
+    """The number of the latest flush, and what a node has to give up that has carried out those up to `carried_out`,
+    in order.
 
     Everything, where a flush is missing between: its words were lost, or there were more than the directory remembers.
     """

@@ -1,8 +1,10 @@
-"""Cost-aware: what is cheap to compute again, or seldom read, goes first (GreedyDual-Size with frequency: Cherkasova, 1998).
+"""Cost-aware: what is cheap to compute again, or seldom read, goes first (GreedyDual-Size with frequency: Cherkasova,
+1998).
 
-A block's worth is `age + reads x cost`. Its cost is what computing it again would take, and grows with its place in the text:
-each token attends to all before it. The age is the worth of the last block that went, so that what is not read any more falls
-behind whatever comes, however dear it was. Blocks of a node are of one size, so worth is not divided by it.
+A block's worth is `age + reads x cost`. Its cost is what computing it again would take, and grows with its place in the
+text: each token attends to all before it. The age is the worth of the last block that went, so that what is not read
+any more falls behind whatever comes, however dear it was. Blocks of a node are of one size,
+so worth is not divided by it.
 """
 
 import heapq
@@ -13,7 +15,9 @@ from baton.ids import BlockKey
 from kvpool.eviction.policy import MayGo
 
 _BLOCKS_TO_DOUBLE = 512.0
-"""About how deep in a text attending costs as much as all else: some 30,000 tokens for a model of 8B, in blocks of 64."""
+"""About how deep in a text attending costs as much as all else: some 30,000 tokens for a model of 8B,
+in blocks of 64.
+"""
 
 
 class _Valued:
@@ -31,9 +35,9 @@ class _Valued:
 class CostAware:
     """Keeps what would be dear to compute again.
 
-    Promises: told together, a block is worth at least what those behind it are, and of equals the last one goes first; so from
-    the first time that a text was read to its end a block goes before those ahead of it. A text that was put in pieces goes by
-    worth before that: the beginning, which is cheap, first.
+    Promises: told together, a block is worth at least what those behind it are, and of equals the last one goes first;
+    so from the first time that a text was read to its end a block goes before those ahead of it. A text that was put in
+    pieces goes by worth before that: the beginning, which is cheap, first.
     """
 
     def __init__(self, blocks_to_double: float = _BLOCKS_TO_DOUBLE) -> None:

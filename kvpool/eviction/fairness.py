@@ -1,8 +1,8 @@
 """How much each tenant gives up when a tier is full: weighted max-min fairness.
 
-The tenant that takes most for its weight gives first, until it is level with the next. No tenant gives what lies below its floor:
-where one tenant wants room, the floor of the others is their share of the tier, so a flood pushes out its own blocks and
-what others have beyond their share. What no tenant claims any tenant may take.
+The tenant that takes most for its weight gives first, until it is level with the next. No tenant gives what lies below
+its floor: where one tenant wants room, the floor of the others is their share of the tier, so a flood pushes out its
+own blocks and what others have beyond their share. What no tenant claims any tenant may take.
 
     taken / weight
       █                     need 5: three from the first, one each

@@ -10,9 +10,9 @@ from kvpool.eviction.policy import MayGo
 class LeastRecentlyUsed:
     """The block that was neither read nor put for the longest time goes first.
 
-    Promises: of blocks told together the last one of the text goes first, and a reader of a block reads those ahead of it; so
-    from the first time that a text was read to its end a block goes before those ahead of it. Before that a text that was put
-    in pieces goes by pieces, the oldest first.
+    Promises: of blocks told together the last one of the text goes first, and a reader of a block reads those ahead of
+    it; so from the first time that a text was read to its end a block goes before those ahead of it. Before that a text
+    that was put in pieces goes by pieces, the oldest first.
     """
 
     def __init__(self) -> None:

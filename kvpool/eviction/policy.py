@@ -1,8 +1,9 @@
 """What decides the order in which blocks leave one tier: the port, and the table of those that are there.
 
-A node asks one policy per tenant and tier (`kvpool.node.accounts`); whose block goes is settled before (`kvpool.eviction.fairness`). Blocks of a
-chain are told together and in chain order. A block is useless without those before it, so within what each policy promises
-the later block of a chain goes first; that every reader of a block reads those before it too makes this cheap.
+A node asks one policy per tenant and tier (`kvpool.node.accounts`); whose block goes is settled before
+(`kvpool.eviction.fairness`). Blocks of a chain are told together and in chain order. A block is useless without those
+before it, so within what each policy promises the later block of a chain goes first; that every reader of a block reads
+those before it too makes this cheap.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,10 +1,10 @@
-"""S3-FIFO: three queues, first in first out (Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction,
-SOSP '23).
+"""S3-FIFO: three queues, first in first out (Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache
+eviction, SOSP '23).
 
-New blocks enter a small queue. Those that were read twice while they passed through it move on to the main queue; the others leave,
-and only their keys are remembered. A block that comes back while its key is remembered goes straight to the main queue, where a block that was
-read is put at the back again instead of leaving. So what is read once, which most prompts are, passes through a tenth of the
-memory only.
+New blocks enter a small queue. Those that were read twice while they passed through it move on to the main queue; the
+others leave, and only their keys are remembered. A block that comes back while its key is remembered goes straight to
+the main queue, where a block that was read is put at the back again instead of leaving. So what is read once, which
+most prompts are, passes through a tenth of the memory only.
 """
 
 from collections import OrderedDict
@@ -22,11 +22,12 @@ _READS_TO_STAY = 2
 class S3Fifo:
     """Keeps what is read again and again; needs no capacity: the queues' shares are taken of what is here.
 
-    Differs from the paper in two things: a block that may not go is sent round, as if it had been read; and where nothing else may go
-    the small queue gives up what it has, however small it is.
+    Differs from the paper in two things: a block that may not go is sent round, as if it had been read; and where
+    nothing else may go the small queue gives up what it has, however small it is.
 
-    Promises: of blocks that were told together, and read equally often, the last one of the text goes first. A block that was
-    read is not safe from leaving after those behind it: the queues know when a block came, not what it belongs to.
+    Promises: of blocks that were told together, and read equally often, the last one of the text goes first. A block
+    that was read is not safe from leaving after those behind it: the queues know when a block came,
+    not what it belongs to.
     """
 
     def __init__(self) -> None:

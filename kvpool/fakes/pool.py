@@ -1,4 +1,6 @@
-"""A pool node without a process: the real ledger over plain memory, and clients whose calls can be held up and cut off."""
+"""A pool node without a process: the real ledger over plain memory,
+and clients whose calls can be held up and cut off.
+"""
 
 import asyncio
 from collections import Counter

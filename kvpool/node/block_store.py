@@ -1,4 +1,5 @@
-"""Where a node's blocks lie: slots of two tiers, memory and disk, with their states, and what others have yet to be told.
+"""Where a node's blocks lie: slots of two tiers, memory and disk, with their states,
+and what others have yet to be told.
 
              reserve                commit
     FREE ──────────────▶ RESERVED ─────────▶ RESIDENT ◀──────── DEMOTING     memory only: being copied to the disk
@@ -11,9 +12,9 @@
      └────────────────────────────────────────────────────────────┼─┘ from the other tier
                                               RESIDENT ◀──────────┘ read or written
 
-A slot of the disk is an *extent*. Each time a slot is taken it gets another epoch, which no slot of this node has had before.
-`kvpool.node.ledger` decides which transitions happen; here they are carried out, so that tenants' usage, eviction policies and
-the logs for routers and the directory agree with them.
+A slot of the disk is an *extent*. Each time a slot is taken it gets another epoch, which no slot of this node has had
+before. `kvpool.node.ledger` decides which transitions happen; here they are carried out, so that tenants' usage,
+eviction policies and the logs for routers and the directory agree with them.
 """
 
 from collections import deque
@@ -112,10 +113,11 @@ class Slot:
 
 
 class BlockStory:
-    """The last operations that changed the state of blocks, told by block key in hexadecimal (as `baton.story.StoryLog`).
+    """The last operations that changed the state of blocks,
+    told by block key in hexadecimal (as `baton.story.StoryLog`).
 
-    One entry per operation and not per block: `StoryLog` would describe each of a put's 2,000 blocks. Bounded by operations and
-    by keys.
+    One entry per operation and not per block: `StoryLog` would describe each of a put's 2,000 blocks. Bounded by
+    operations and by keys.
 
     Attributes:
         now_s: The latest time that the ledger was told; entries carry it.
@@ -150,8 +152,8 @@ class BlockStory:
 
 
 class SlotAllocator:
-    """The slots of one tier: which are free, and which one each block lies in. Slots are made when they are first taken, so that
-    a large disk costs nothing before it is used.
+    """The slots of one tier: which are free, and which one each block lies in. Slots are made when they are first
+    taken, so that a large disk costs nothing before it is used.
 
     Args:
         tier: Which tier.
@@ -305,8 +307,8 @@ class SlotAllocator:
 
 
 class ReplicaLog:
-    """Keys whose entry in the directory is out of date. What came and went again unseen leaves no trace, so that the log is
-    never longer than twice what the node holds, however long the directory is away.
+    """Keys whose entry in the directory is out of date. What came and went again unseen leaves no trace, so that the
+    log is never longer than twice what the node holds, however long the directory is away.
     """
 
     def __init__(self) -> None:
@@ -341,7 +343,8 @@ class ReplicaLog:
 
 
 class BlockStore:
-    """Both tiers of a node. A block may lie in both: then it is read from memory, and leaves memory without being copied.
+    """Both tiers of a node. A block may lie in both: then it is read from memory,
+    and leaves memory without being copied.
 
     Args:
         num_slots: Of the memory.
@@ -352,8 +355,8 @@ class BlockStore:
         memory: The slots.
         disk: The extents.
         pinned: Blocks that stay.
-        copies: Blocks in memory that came from another node, which most likely has them still; those to be looked at first
-            come first.
+        copies: Blocks in memory that came from another node, which most likely has them still; those to be looked at
+            first come first.
         changes: For routers.
         replicas: For the directory.
         actions: For the shell.

@@ -1,8 +1,8 @@
 """Chooses what a node evicts: whose blocks go, and which of them.
 
-Room that a put or lease waits for is made at once: what is on the disk too leaves memory, the rest is given up. Room ahead of need
-is made by copying blocks to the disk once memory is fuller than the high watermark (`kvpool.node.tier_moves`); without a disk there is
-no use in it.
+Room that a put or lease waits for is made at once: what is on the disk too leaves memory, the rest is given up. Room
+ahead of need is made by copying blocks to the disk once memory is fuller than the high watermark
+(`kvpool.node.tier_moves`); without a disk there is no use in it.
 
 Before any other block go cold copies: what came from another node, and is not read any more.
 """
@@ -78,7 +78,8 @@ class Evictor:
     def choose_demotions(
         self, num_leaving: int, now_s: float
     ) -> Iterable[tuple[Account, list[Slot]]]:
-        """What is to be copied to the disk, by tenant, if memory is fuller than the high watermark; its policies have given it up.
+        """What is to be copied to the disk, by tenant, if memory is fuller than the high watermark;
+        its policies have given it up.
 
         What is on the disk already leaves memory at once.
 

@@ -5,13 +5,14 @@
     shell    take_actions ──▶ moves between memory and disk, answered to `tier_moves`
              take_changes, take_replica_changes ──▶ routers, the directory
 
-Nothing here touches a byte of a block. The states of a slot, and the table of their transitions, are in `kvpool.node.block_store`,
-what is moved between memory and disk in `kvpool.node.tier_moves`. What names slots, and for how long:
+Nothing here touches a byte of a block. The states of a slot, and the table of their transitions, are in
+`kvpool.node.block_store`, what is moved between memory and disk in `kvpool.node.tier_moves`. What names slots,
+and for how long:
 
     put      slots RESERVED until commit or abandon; too late, it is a *zombie*: its writer may be dead, or stopped and about to
-             go on. Its blocks are forgotten at once, its slots are QUARANTINED until the writer says that it has stopped, is
-             known to be gone, or as much time again has passed. What another node writes has no time of its own: the
-             fetcher knows when that node has stopped (`kvpool.peers.receiver`), and ends the put then.
+             go on. Its blocks are forgotten at once, its slots are QUARANTINED until the writer says that it has
+             stopped, is known to be gone, or as much time again has passed. What another node writes has no time of its
+             own: the fetcher knows when that node has stopped (`kvpool.peers.receiver`), and ends the put then.
     lease    slots in use until it is released, or its time is over
     move     between memory and disk: both slots in use until the shell has answered, whatever happens to the block meanwhile
 
@@ -104,7 +105,9 @@ class _Put:
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """Slots that are read, in chain order, those too that are still filled from the disk. `grows`: the rest is being fetched."""
+    """Slots that are read, in chain order, those too that are still filled from the disk. `grows`:
+    the rest is being fetched.
+    """
 
     lease_id: str
     slots: list[Slot]
@@ -128,8 +131,8 @@ class NodeLedger:
         counts: Of what happened; the shell adds what only it sees.
         read_frequency: How often blocks were read of late.
         tier_moves: What is on its way between memory and disk; the shell answers to it.
-        refuses: Why the node takes no new blocks, because it is sick or will stop; None where it takes them. What it holds it
-            serves all the same. A disk that fails does not belong here: `TierMoves.io_failed` says enough.
+        refuses: Why the node takes no new blocks, because it is sick or will stop; None where it takes them. What it
+            holds it serves all the same. A disk that fails does not belong here: `TierMoves.io_failed` says enough.
 
     Raises:
         InvariantError: `on_disk` has an extent or a block twice, or an extent that does not exist.
@@ -189,8 +192,8 @@ class NodeLedger:
     ) -> PutGrant | PutRefused:
         """Gives slots to write to for blocks that are neither held nor being written, for `put_timeout_s`.
 
-        Evicts as needed, but none of `keys`, nor what other tenants have within their share. Where there is room for a part,
-        the beginning of `keys` is granted.
+        Evicts as needed, but none of `keys`, nor what other tenants have within their share. Where there is room for a
+        part, the beginning of `keys` is granted.
 
         Args:
             keys: Consecutive blocks of one text.
@@ -199,8 +202,8 @@ class NodeLedger:
             first: So many blocks of the text come before them.
             size_bytes: Of each; a whole slot where it is not given.
             writer: The worker that will write; its puts end with it (`worker_gone`).
-            fetched: Another node will write. Such a put is never too late: the caller commits or abandons it, but not before
-                that node has stopped writing.
+            fetched: Another node will write. Such a put is never too late: the caller commits or abandons it, but not
+                before that node has stopped writing.
 
         Returns:
             The slots, none of them where everything is held already; or why nothing is taken.
@@ -385,8 +388,8 @@ class NodeLedger:
     ) -> BlockLease:
         """Keeps the leading blocks of a chain where they are, for `lease_s`.
 
-        Those on the disk are read into memory as far as there is room, and belong to the lease: `leased` has them once they
-        are there, `loading` says how many are on their way.
+        Those on the disk are read into memory as far as there is room, and belong to the lease: `leased` has them once
+        they are there, `loading` says how many are on their way.
 
         Args:
             keys: Blocks of a text, from its beginning.
@@ -477,7 +480,9 @@ class NodeLedger:
         return self._load_missing(chain, now_s)
 
     def _load_missing(self, chain: list[Slot], now_s: float) -> list[Slot]:
-        """The chain with slots of memory in the place of extents, as far as there is room; each has one user of the chain's."""
+        """The chain with slots of memory in the place of extents, as far as there is room;
+        each has one user of the chain's.
+        """
         on_disk = [slot for slot in chain if slot.tier is Tier.SSD]
         if not on_disk:
             return chain

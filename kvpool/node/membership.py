@@ -1,4 +1,6 @@
-"""One node's standing in the pool: its lease in the directory, what it has told of its blocks, and its part of tenants' quotas."""
+"""One node's standing in the pool: its lease in the directory, what it has told of its blocks,
+and its part of tenants' quotas.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -146,8 +148,8 @@ class Membership:
         return self._registrar.reachable
 
     async def renew(self, state: NodeState) -> None:
-        """Says that the node lives, and hears what tenants have on the others; as often as it is called, but no more than is due:
-        at once when the node is new, then three times per lease.
+        """Says that the node lives, and hears what tenants have on the others; as often as it is called, but no more
+        than is due: at once when the node is new, then three times per lease.
         """
         now_s = self._clock.now_s()
         every_s = self._every_s if self.reachable else min(self._every_s, _RETRY_S)

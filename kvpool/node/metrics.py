@@ -1,4 +1,6 @@
-"""A pool node's metrics for Prometheus: tiers, hits, evictions, leases, health. Not by tenant: `baton pool top` shows that."""
+"""A pool node's metrics for Prometheus: tiers, hits, evictions, leases, health. Not by tenant:
+`baton pool top` shows that.
+"""
 
 from collections.abc import Callable
 
@@ -78,7 +80,9 @@ class NodeMetrics:
         self._observed = NodeUsage(slots_total=0, slots_free=0)
 
     def connection_refused(self, reason: str) -> None:
-        """A connection to the slab was closed before its peer had proven itself; reasons are a closed set. From any thread."""
+        """A connection to the slab was closed before its peer had proven itself; reasons are a closed set.
+        From any thread.
+        """
         self._connections_refused.labels(reason).inc()
 
     def observe(

@@ -1,7 +1,7 @@
 """The pool node of one host: joins ledger, slab, disk, directory and other nodes, on one event loop.
 
-It does not know how large a block is before a worker has come: the first to attach decides the size of the slots, and later ones
-with larger blocks are refused by the field's name.
+It does not know how large a block is before a worker has come: the first to attach decides the size of the slots, and
+later ones with larger blocks are refused by the field's name.
 """
 
 import asyncio
@@ -172,7 +172,9 @@ class PoolNode:
     async def lease(
         self, keys: Sequence[BlockKey], lease_s: float, wait_s: float, reader: WorkerIdentity
     ) -> BlockLease:
-        """Keeps the leading blocks of a chain; what is on the disk, or on another node, is waited for, for at most `wait_s`."""
+        """Keeps the leading blocks of a chain; what is on the disk, or on another node, is waited for,
+        for at most `wait_s`.
+        """
         if self._reading is None:
             return _NOTHING
         return await self._reading.lease(keys, min(lease_s, self._config.lease_s), wait_s, reader)
@@ -199,7 +201,9 @@ class PoolNode:
             _log.error("blocks of the pool were corrupt and are dropped", blocks=dropped)
 
     def allow(self, allowances: Mapping[str, Allowance]) -> None:
-        """From now on tenants may take this on all nodes; a tenant that is not named, what is usual. What one has too much goes."""
+        """From now on tenants may take this on all nodes; a tenant that is not named, what is usual.
+        What one has too much goes.
+        """
         self.tenants.allow(allowances)
         if self._store is not None and self._member is not None:
             self._member.share_quotas()
@@ -223,7 +227,9 @@ class PoolNode:
             self._peers.tick()
 
     def _judge(self, store: NodeStorage, now_s: float) -> None:
-        """A node whose memory cannot be trusted takes no new blocks, its own workers' or others'; what it holds is verified anyway."""
+        """A node whose memory cannot be trusted takes no new blocks, its own workers' or others';
+        what it holds is verified anyway.
+        """
         sick, refuses = self._health.sick(now_s), store.ledger.refuses
         if sick and refuses is None:
             _log.error("too many blocks were altered in memory: the node takes no new ones")
@@ -236,7 +242,9 @@ class PoolNode:
         return None if self._store is None else self._store.ledger.take_changes()
 
     async def register(self) -> None:
-        """Keeps the directory true of this node: its lease, where that is due, and what has changed. Several times per second."""
+        """Keeps the directory true of this node: its lease, where that is due, and what has changed.
+        Several times per second.
+        """
         if self._store is not None and self._member is not None:
             await self._member.renew(self.state())
             self._store.carry_out()
@@ -262,7 +270,9 @@ class PoolNode:
         return self._store.ledger.usage()
 
     def owners(self) -> tuple[OwnerUsage, ...]:
-        """What each tenant takes, may take, and found of what it asked for. There may be thousands: not for every tick."""
+        """What each tenant takes, may take, and found of what it asked for. There may be thousands:
+        not for every tick.
+        """
         held = () if self._store is None else self._store.ledger.owners()
         return self.tenants.complete(held)
 

@@ -1,8 +1,8 @@
 """Tenants' quotas: what the operator allows in the whole pool, and this node's part of it.
 
-No node decides for all. Each node tells the directory with its lease what limited tenants have there, reads the same of the others,
-and sets its own limit (`QuotaShares`, `may_hold`; pure). What is not used is open to the node that puts next; where nothing is left,
-a node that has less than half of an even part gets that much, from those that have more.
+No node decides for all. Each node tells the directory with its lease what limited tenants have there, reads the same of
+the others, and sets its own limit (`QuotaShares`, `may_hold`; pure). What is not used is open to the node that puts
+next; where nothing is left, a node that has less than half of an even part gets that much, from those that have more.
 """
 
 import asyncio

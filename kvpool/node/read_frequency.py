@@ -17,7 +17,8 @@ _LONGEST_LIVES = 64.0
 
 
 class ReadFrequency:
-    """Reads per block, each of which counts half as much a minute later. Pure; when there are too many blocks the coldest are forgotten.
+    """Reads per block, each of which counts half as much a minute later. Pure;
+    when there are too many blocks the coldest are forgotten.
 
     All counts would have to shrink all the time; instead a later read weighs more:
 

@@ -1,7 +1,8 @@
 """What a pool node answers over gRPC: workers of its host, routers and operators.
 
-A router that watches is told which blocks the node holds, as workers tell of theirs: a greeting, a snapshot, then numbered changes. One
-that falls behind is sent another snapshot, one that has lost count watches anew; so what waits for it is bounded.
+A router that watches is told which blocks the node holds, as workers tell of theirs: a greeting, a snapshot, then
+numbered changes. One that falls behind is sent another snapshot, one that has lost count watches anew;
+so what waits for it is bounded.
 """
 
 import asyncio
@@ -127,7 +128,9 @@ class WatchStreams:
 
 
 class PoolService(pool_pb2_grpc.PoolServicer):
-    """Answers workers, routers and operators for one node. A request that is malformed is refused by the name of its field."""
+    """Answers workers, routers and operators for one node.
+    A request that is malformed is refused by the name of its field.
+    """
 
     def __init__(self, node: PoolNode, watchers: WatchStreams) -> None:
         self._node = node

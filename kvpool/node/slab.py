@@ -113,7 +113,9 @@ class Slab:
 
 
 def _hashes(layer: Pages, slots: Numbers) -> Hashes:
-    """What each slot's part of one layer hashes to. The quickest way to hash rows is to copy them to where a core has them at hand."""
+    """What each slot's part of one layer hashes to. The quickest way to hash rows is to copy them to where a core has
+    them at hand.
+    """
     rows_at_once = max(1, _SCRATCH_BYTES // layer.shape[1])
     scratch = np.empty((rows_at_once, layer.shape[1]), dtype=np.uint8)
     rows = np.arange(rows_at_once)

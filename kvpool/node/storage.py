@@ -1,6 +1,8 @@
-"""A node's storage, made when its first worker attaches: a slab with its ledger and, where one is configured, a disk below it.
+"""A node's storage, made when its first worker attaches: a slab with its ledger and, where one is configured,
+a disk below it.
 
-The ledger decides, the slab holds the bytes, one thread copies them to the disk and back in the order that the ledger says.
+The ledger decides, the slab holds the bytes, one thread copies them to the disk and back in the order that the ledger
+says.
 """
 
 import asyncio

@@ -4,9 +4,9 @@
     promote   slot FILLING                   extent RESIDENT     loaded  ─▶ both RESIDENT
     failed    what could not be written stays in memory; what could not be read is given up
 
-Blocks are demoted ahead of need, once memory is fuller than the high watermark, and promoted when a lease asks for them. Slot and
-extent are in use until the shell has answered, whatever happens to the block meanwhile. A disk that keeps failing is not written to
-for a while, and read all the same.
+Blocks are demoted ahead of need, once memory is fuller than the high watermark, and promoted when a lease asks for
+them. Slot and extent are in use until the shell has answered, whatever happens to the block meanwhile. A disk that
+keeps failing is not written to for a while, and read all the same.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,9 @@ class TierMoves:
         return 2 * len(self._moves)
 
     def make_headroom(self, now_s: float) -> None:
-        """Begins to move blocks to the disk if memory is fuller than the high watermark, and the disk is to be written to."""
+        """Begins to move blocks to the disk if memory is fuller than the high watermark,
+        and the disk is to be written to.
+        """
         resting = not self.disk_works and now_s < self._disk_rests_until_s
         if resting or not self._has_disk:
             return

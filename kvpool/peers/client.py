@@ -1,7 +1,7 @@
 """Calls to the services of other nodes: sealed requests, verified replies. One channel per address, kept open.
 
-Messages between nodes are sealed with the cluster's key: only its nodes are heard, and an answer fits one question. Sessions, which
-carry the blocks, have seals of their own (`kv_transfer.session.seal`).
+Messages between nodes are sealed with the cluster's key: only its nodes are heard, and an answer fits one question.
+Sessions, which carry the blocks, have seals of their own (`kv_transfer.session.seal`).
 """
 
 import asyncio

@@ -3,7 +3,8 @@
     lease ── bring ──▶ directory: which nodes have the rest?      one round trip
                        one part after the other          `kvpool.peers.fetcher`
 
-A lease waits as long as its reader said and takes what has come by then; the rest comes all the same, for the next reader. Nothing here raises: a pool of several hosts is only ever quicker.
+A lease waits as long as its reader said and takes what has come by then; the rest comes all the same, for the next
+reader. Nothing here raises: a pool of several hosts is only ever quicker.
 """
 
 import asyncio
@@ -38,7 +39,8 @@ class Fetch:
     Attributes:
         keys: Of the text.
         at: So many of them are here, or need not be fetched.
-        not_soon: Set once it is known that nothing will come in the time that its first reader waits, and when it is over.
+        not_soon: Set once it is known that nothing will come in the time that its first reader waits,
+            and when it is over.
     """
 
     keys: tuple[BlockKey, ...]
@@ -135,7 +137,9 @@ class PartFetcher:
         return coming if all(sums) else None
 
     async def _transfer(self, part: _Part, source: Source) -> IncomingBlocks | None:
-        """Has the holder write the blocks. Nothing writes any more when this returns, or raises; None: it has less of them."""
+        """Has the holder write the blocks. Nothing writes any more when this returns, or raises; None:
+        it has less of them.
+        """
         permit = self._permit(source, len(part.keys))
         grant = Grant(held_blocks=0, blocks=tuple(map(BlockId, part.slots)))
         landed = self._inbound.expect(permit, grant, self._timeout_s)
@@ -159,7 +163,9 @@ class PartFetcher:
         return coming
 
     def _failed(self, source: Source) -> None:
-        """A holder is left alone as soon as it is known to have failed: until it is sure that it has stopped much time may pass."""
+        """A holder is left alone as soon as it is known to have failed:
+        until it is sure that it has stopped much time may pass.
+        """
         self._neighbours.links.failed(source.state.node, self._clock.now_s())
 
     async def _ask(self, part: _Part, permit: Permit, source: Source) -> IncomingBlocks | None:
@@ -256,7 +262,8 @@ class Fetcher:
             return  # what has come by now is worth having
 
     def start(self, keys: Sequence[BlockKey], held: int, *, soon_s: float) -> Fetch | None:
-        """Begins to bring them, or finds that they are being fetched; None where too much is under way, or the node stops.
+        """Begins to bring them, or finds that they are being fetched; None where too much is under way,
+        or the node stops.
 
         Args:
             keys: Of the text, from its first block on.

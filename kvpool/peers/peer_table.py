@@ -1,4 +1,6 @@
-"""The other nodes of the pool, as this one knows them: their addresses and state, how fast they sent, which of them failed just now."""
+"""The other nodes of the pool, as this one knows them: their addresses and state, how fast they sent,
+which of them failed just now.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,14 +124,16 @@ class _Link:
 
 
 class PeerLinks:
-    """Rates and failures of the links to all other nodes. Pure. A node that failed is left alone for a second, then two, up to a minute."""
+    """Rates and failures of the links to all other nodes. Pure. A node that failed is left alone for a second,
+    then two, up to a minute.
+    """
 
     def __init__(self) -> None:
         self._links: dict[WorkerIdentity, _Link] = {}
 
     def landed(self, node: WorkerIdentity, num_bytes: int, seconds: float) -> None:
-        """Blocks came, whole, in so many seconds from when they were asked for. The first time a session is opened, which says
-        nothing of the rate.
+        """Blocks came, whole, in so many seconds from when they were asked for. The first time a session is opened,
+        which says nothing of the rate.
         """
         link = self._links.setdefault(node, _Link())
         if link.used:

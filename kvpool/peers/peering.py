@@ -190,8 +190,8 @@ class Peering:
 async def serve_peers(
     plan: PeeringConfig, directory: Directory
 ) -> AsyncIterator[tuple[PeeringConfig, Callable[[NodeStorage], Peering | None]]]:
-    """Serves other nodes while the context lasts: the plan with the address that was bound, and how the node joins in. Where no way
-    to them works that gives None, and is logged: this host's blocks are worth having.
+    """Serves other nodes while the context lasts: the plan with the address that was bound, and how the node joins in.
+    Where no way to them works that gives None, and is logged: this host's blocks are worth having.
 
     Raises:
         OSError: The address cannot be bound.

@@ -1,6 +1,8 @@
-"""From which node blocks are fetched, and which one hot blocks are copied to. Pure: holders and rates come in as arguments.
+"""From which node blocks are fetched, and which one hot blocks are copied to. Pure:
+holders and rates come in as arguments.
 
-A new copy should not share its fate with those that there are: another failure domain comes first, then free space, then the rate.
+A new copy should not share its fate with those that there are: another failure domain comes first,
+then free space, then the rate.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -114,7 +116,9 @@ def _speed(source: Source, rate: Rate) -> float:
 
 
 def _rank(state: NodeState, domains: Collection[str], rate: Rate) -> tuple[bool, int, float, str]:
-    """A new domain; then space, in tenths of the memory; then the rate; then the name, so that all nodes choose alike."""
+    """A new domain; then space, in tenths of the memory; then the rate; then the name,
+    so that all nodes choose alike.
+    """
     tenths = 10 * state.free_bytes // max(1, state.capacity_bytes)
     return (
         state.failure_domain not in domains,

@@ -1,7 +1,7 @@
 """Receives blocks from other nodes into this node's slab: what they may write there, and when they have stopped.
 
-The part of a decode worker in the hand-off (`kv_transfer.ledger.ledger`), played by a node that fetches. Slots that may still be written
-to are never given back.
+The part of a decode worker in the hand-off (`kv_transfer.ledger.ledger`), played by a node that fetches. Slots that may
+still be written to are never given back.
 
     fetcher ── expect ──▶ TransferLedger ◀── Reserve, Commit, Quiesced ── the holder's session
             ◀── landed, or failed and nothing writes any more ──
@@ -107,8 +107,8 @@ class PeerReceiver:
         return len(self._incoming)
 
     def expect(self, permit: Permit, grant: Grant, timeout_s: float) -> Landed:
-        """From now on the permit's source may write to the slots of `grant`. The transfer ends after `timeout_s`, if not before;
-        its slots are the transfer's until what is returned is done.
+        """From now on the permit's source may write to the slots of `grant`. The transfer ends after `timeout_s`, if
+        not before; its slots are the transfer's until what is returned is done.
         """
         landed: Landed = asyncio.get_running_loop().create_future()
         until_s = self._clock.now_s() + timeout_s

@@ -1,8 +1,8 @@
 """Copies of hot blocks on other nodes: when a text has earned one, and the request to another node to fetch it.
 
-Reads are counted where they happen (`kvpool.node.read_frequency`), so the node with the readers asks for the copies: two from
-`replicate_reads` reads a minute on, one more with every doubling. A copy that is not read goes first when its own node is short of
-memory (`kvpool.node.evictor`).
+Reads are counted where they happen (`kvpool.node.read_frequency`), so the node with the readers asks for the copies:
+two from `replicate_reads` reads a minute on, one more with every doubling. A copy that is not read goes first when its
+own node is short of memory (`kvpool.node.evictor`).
 """
 
 import asyncio

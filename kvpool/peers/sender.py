@@ -1,7 +1,8 @@
 """Sends blocks from this node's slab into those of others: which node asked for them, and how long they have to stay.
 
-The part of a prefill worker in the hand-off (`kv_transfer.ledger.outbox`), played by a node that others fetch from. The blocks are leased
-for as long as they are being sent; if the lease should end before they are (this process stood still), they are not committed.
+The part of a prefill worker in the hand-off (`kv_transfer.ledger.outbox`), played by a node that others fetch from. The
+blocks are leased for as long as they are being sent; if the lease should end before they are (this process stood
+still), they are not committed.
 
     peer asks ── send ──▶ Outbox ── session to the peer ──▶ its slab
 """

@@ -1,6 +1,7 @@
 """The server for other nodes: their requests, and the sessions in which they write blocks into this node's slab.
 
-A server of its own, beside the one for this host's workers: nothing else can be asked here, and only with the cluster's seal.
+A server of its own, beside the one for this host's workers: nothing else can be asked here,
+and only with the cluster's seal.
 """
 
 from dataclasses import dataclass

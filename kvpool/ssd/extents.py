@@ -1,10 +1,11 @@
-"""Where the bytes of blocks lie: extents of one size, spread over a few files so that writes do not wait for each other.
+"""Where the bytes of blocks lie: extents of one size,
+spread over a few files so that writes do not wait for each other.
 
     extent      header (one page of 4 KiB) | the block's bytes, its layers one after the other | up to a multiple of 4 KiB
     file f      extents f, f + 8, f + 16, …      as far as they were ever needed: room is taken in steps and never given back
 
-The header says which block it is and of which use of the extent, so that a journal that is older or newer than the bytes is found
-out when they are read. What is read is hashed, layer by layer, where it has arrived.
+The header says which block it is and of which use of the extent, so that a journal that is older or newer than the
+bytes is found out when they are read. What is read is hashed, layer by layer, where it has arrived.
 """
 
 import struct

@@ -1,4 +1,5 @@
-"""The journal of the disk tier: which extent holds which block, also after the process was killed; and what a restart finds.
+"""The journal of the disk tier: which extent holds which block, also after the process was killed;
+and what a restart finds.
 
 Records stand one after the other in a file, one per change, each sealed with the hash of itself and of all before it:
 
@@ -8,16 +9,18 @@ Records stand one after the other in a file, one per change, each sealed with th
     holds    kind | extent (8) | epoch (8) | bytes (8) | position (8) | 5 lengths (2 each) | key | tenant | scope | model | checksums
     erased   kind | extent (8) | epoch (8)
 
-A record counts only where it was written: what is left of an older file, or of a longer record that was not finished, never reads as
-a record, and with one that is damaged everything after it is void. Nothing in a record is ever run or unpickled.
+A record counts only where it was written: what is left of an older file, or of a longer record that was not finished,
+never reads as a record, and with one that is damaged everything after it is void.
+Nothing in a record is ever run or unpickled.
 
-A record is written when the bytes it speaks of are, and an extent's erasure before other bytes go there. So at whatever moment a
-process dies, the file has the beginning of what it did, and the last record may be torn: it does not count.
+A record is written when the bytes it speaks of are, and an extent's erasure before other bytes go there. So at whatever
+moment a process dies, the file has the beginning of what it did, and the last record may be torn: it does not count.
 
-Once there are three records per extent, those that count are written to a file beside, which then takes the journal's name.
+Once there are three records per extent, those that count are written to a file beside,
+which then takes the journal's name.
 
-At a restart only the journal is read (`recover`). Whether an extent has the bytes that the journal says is seen when its block is read.
-ADR 0014 says why this is not a database.
+At a restart only the journal is read (`recover`). Whether an extent has the bytes that the journal says is seen when
+its block is read. ADR 0014 says why this is not a database.
 """
 
 import errno
@@ -198,7 +201,8 @@ class SealedLog:
 
     Args:
         path: Of the file.
-        last: Its last record that counts, of `num_records`; what follows is cut off. None: the file begins with nothing in it.
+        last: Its last record that counts, of `num_records`; what follows is cut off. None:
+            the file begins with nothing in it.
         num_records: How many count.
     """
 
@@ -271,7 +275,8 @@ def frames(file: BinaryIO) -> Iterator[JournalFrame]:
 
 
 class Journal:
-    """The file while blocks come and go. Its methods may be called from any thread; a call may wait for a rewrite of the file.
+    """The file while blocks come and go. Its methods may be called from any thread;
+    a call may wait for a rewrite of the file.
 
     Args:
         path: Of the file.
@@ -369,7 +374,8 @@ class Journal:
         old.close()
 
     def _records_that_count(self) -> Iterator[bytes]:
-        # An extent's epochs may repeat after a restart. The order stays, so the last record is the one that counts again.
+        # An extent's epochs may repeat after a restart. The order stays,
+        # so the last record is the one that counts again.
         end = 0
         with self._path.open("rb", buffering=_READ_BYTES) as file:
             for frame in frames(file):
@@ -381,7 +387,8 @@ class Journal:
 
 
 def begin_log(path: Path, slot_bytes: int, records: Iterable[bytes]) -> SealedLog:
-    """Writes a journal beside the one at `path`, which it then replaces: at any moment there is the one or the other, whole.
+    """Writes a journal beside the one at `path`, which it then replaces:
+    at any moment there is the one or the other, whole.
 
     Raises:
         OSError: It could not be written; the journal at `path` is as it was.

@@ -1,4 +1,6 @@
-"""A file that is read and written at offsets. The only place where the disk tier calls the system to change a file's bytes."""
+"""A file that is read and written at offsets. The only place where the disk tier calls the system to change a file's
+bytes.
+"""
 
 import errno
 import os
@@ -9,7 +11,8 @@ Bytes = bytes | bytearray | memoryview
 
 
 class RawFile:
-    """An open file of this user's own, made if it is not there. Every method may raise `OSError`; after `close` all of them do.
+    """An open file of this user's own, made if it is not there. Every method may raise `OSError`;
+    after `close` all of them do.
 
     Args:
         path: Of the file.

@@ -1,18 +1,19 @@
-"""The disk tier of a pool node: `ExtentStore` over files in one directory. The node's threads call it; nothing here runs by itself.
+"""The disk tier of a pool node: `ExtentStore` over files in one directory. The node's threads call it;
+nothing here runs by itself.
 
     write    erase what the extent held ──▶ header and bytes ──▶ record in the journal
     read     header and bytes ──▶ compared with the block's key, epoch and the hash of each layer
     start    journal ──▶ blocks
 
-Killed, at any moment: everything that was written is still there, since the system has it. After a restart a block is held if its
-record was written, and its bytes were written before that.
+Killed, at any moment: everything that was written is still there, since the system has it. After a restart a block is
+held if its record was written, and its bytes were written before that.
 
-Power lost: nothing is waited for but a rewritten journal, before it takes the old one's name, and the journal when it is closed.
-What the system had not put on the disk yet (it begins with blocks at once, with the journal within half a minute or so) is lost, in
-whatever order; the journal may then speak of bytes that never arrived, or not know of an erasure. Such blocks are found out when they are
-read, so a block is read right or not at all, as ever. To wait for the disk after every block would cost a cache more than it is worth:
-what is lost with the power is computed again. One thing to know: a block that was flushed in the last moments before may be
-held again, with its right bytes.
+Power lost: nothing is waited for but a rewritten journal, before it takes the old one's name, and the journal when it
+is closed. What the system had not put on the disk yet (it begins with blocks at once, with the journal within half a
+minute or so) is lost, in whatever order; the journal may then speak of bytes that never arrived, or not know of an
+erasure. Such blocks are found out when they are read, so a block is read right or not at all, as ever. To wait for the
+disk after every block would cost a cache more than it is worth: what is lost with the power is computed again. One
+thing to know: a block that was flushed in the last moments before may be held again, with its right bytes.
 """
 
 import errno
@@ -33,7 +34,8 @@ _OPERATORS_FAULT = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errn
 
 
 class SsdStore:
-    """`ExtentStore`. Calls about different extents may come from different threads at once; `close` comes after the last of them.
+    """`ExtentStore`. Calls about different extents may come from different threads at once;
+    `close` comes after the last of them.
 
     Args:
         directory: Where the files are; no other node may use it meanwhile.
@@ -41,7 +43,8 @@ class SsdStore:
         slot_bytes: The size of the largest block. With another one than before, what the disk held is forgotten.
 
     Raises:
-        ConfigError: Another node uses the directory, it cannot be used as things are set up, or there is no room for a block.
+        ConfigError: Another node uses the directory, it cannot be used as things are set up,
+            or there is no room for a block.
         OSError: The disk fails, is full, or can only be read: the node does without.
     """
 
@@ -124,7 +127,8 @@ class LockedDirectory:
         path: Of the directory.
 
     Raises:
-        ConfigError: Another process holds it, others may write there, or it cannot be made or used as things are set up.
+        ConfigError: Another process holds it, others may write there,
+            or it cannot be made or used as things are set up.
         OSError: The disk fails, or can only be read.
     """
 

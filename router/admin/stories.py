@@ -1,5 +1,5 @@
-"""Collects stories for operators: what this router remembers of a request, a worker or a tenant, and what the workers that it is
-connected to remember of a request or a block.
+"""Collects stories for operators: what this router remembers of a request, a worker or a tenant, and what the workers
+that it is connected to remember of a request or a block.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ class OperatorStories:
         self._credentials = credentials
 
     async def tell(self, name: str) -> common_pb2.StoryReply:
-        """What this router remembers of the request, worker or tenant of this name, and the workers of a request or of the block with
-        this key; in order of time on this router's clock, empty where none knows it.
+        """What this router remembers of the request, worker or tenant of this name, and the workers of a request or of
+        the block with this key; in order of time on this router's clock, empty where none knows it.
 
         A worker that does not answer is left out.
         """
@@ -88,7 +88,8 @@ class OperatorStories:
 
 
 def clock_shift_s(asked_s: float, told_s: float, answered_s: float) -> float:
-    """What to add to times of a process that told its time `told_s` between `asked_s` and `answered_s` of this one's clock.
+    """What to add to times of a process that told its time `told_s` between `asked_s` and `answered_s` of this one's
+    clock.
 
     0 where both may have the same clock, as processes of one host do; else right to half the time that the answer took.
     """

@@ -1,5 +1,5 @@
-"""Stories on the operators' surface: what the router's and the workers' cores did about a request, a worker, a tenant or a block, and the
-pool's nodes about a block, event by event.
+"""Stories on the operators' surface: what the router's and the workers' cores did about a request, a worker, a tenant
+or a block, and the pool's nodes about a block, event by event.
 """
 
 from fastapi import FastAPI
@@ -14,8 +14,8 @@ from router.admin.stories import OperatorStories
 
 
 class StoryEntryReply(BaseModel):
-    """One event of a core of `process` (`router`, or a worker's id) and what it came to; `at_s` is on the router's monotonic clock, a pool
-    node's on its own.
+    """One event of a core of `process` (`router`, or a worker's id) and what it came to; `at_s` is on the router's
+    monotonic clock, a pool node's on its own.
     """
 
     process: str
@@ -26,8 +26,8 @@ class StoryEntryReply(BaseModel):
 
 
 class StoryReply(BaseModel):
-    """What happened to a request, oldest first, or to the worker, tenant or block of the workers' caches that was named instead. Nothing of
-    a prompt or an answer.
+    """What happened to a request, oldest first, or to the worker, tenant or block of the workers' caches that was named
+    instead. Nothing of a prompt or an answer.
     """
 
     request_id: str
@@ -67,7 +67,9 @@ def add_block_story(app: FastAPI, pool: PoolAdminClient) -> None:
 
 
 def add_story(app: FastAPI, stories: OperatorStories) -> None:
-    """Adds the route of the story of a request, a worker, a tenant or a block of the workers' caches to the operators' application."""
+    """Adds the route of the story of a request, a worker,
+    a tenant or a block of the workers' caches to the operators' application.
+    """
 
     @app.get("/debug/story/{name}", responses=openapi.ERRORS)
     async def get_story(name: str) -> StoryReply:

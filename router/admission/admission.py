@@ -1,4 +1,5 @@
-"""Where requests come in: asks the admission controller for each, holds those that wait, and says which are to be begun.
+"""Where requests come in: asks the admission controller for each, holds those that wait,
+and says which are to be begun.
 
 The shell of `router.admission`, between the generator's calls and the dispatcher's events. Belongs to one event loop.
 """
@@ -49,8 +50,8 @@ def queue_limits(config: RouterConfig) -> QueueLimits:
 
 
 class OutputLengths:
-    """How long a tenant's outputs usually are, which is the part of a request's cost that is not known when it comes: a running
-    mean per tenant, bounded by what each request allows itself.
+    """How long a tenant's outputs usually are, which is the part of a request's cost that is not known when it comes: a
+    running mean per tenant, bounded by what each request allows itself.
 
     Pure. Tenants that have been away longest are forgotten.
     """
@@ -120,8 +121,8 @@ class Admission:
             raise _refused(refusal)
 
     def admissible(self) -> Iterator[GenerationRequest]:
-        """The requests that there is room for, to be begun. To be called whenever some may have become free; each must be placed,
-        and show in the workers' counts, before the next is asked for.
+        """The requests that there is room for, to be begun. To be called whenever some may have become free; each must
+        be placed, and show in the workers' counts, before the next is asked for.
         """
         while self._controller.waiting:
             request = self._controller.next(self._clock.now_s())

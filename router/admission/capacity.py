@@ -1,7 +1,8 @@
-"""What the workers have left, as this router sees them: how far they may be filled before requests wait in the admission queue.
+"""What the workers have left, as this router sees them:
+how far they may be filled before requests wait in the admission queue.
 
-A worker is given a little more than it can run, so that it never idles between two requests, and no more than that: what
-waits inside a worker can be neither reordered nor taken back cheaply.
+A worker is given a little more than it can run, so that it never idles between two requests, and no more than that:
+what waits inside a worker can be neither reordered nor taken back cheaply.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,9 @@ _LEAD_S = 0.05
 """Where it is known how long prompts take, the one that follows is sent this long before it is needed."""
 
 _DECODE_AHEAD = 0.25
-"""Share of its `max_num_seqs` that a decode worker is sent ahead: their prompts are computed while others still decode."""
+"""Share of its `max_num_seqs` that a decode worker is sent ahead:
+their prompts are computed while others still decode.
+"""
 
 
 class SpeedEstimates(Protocol):
@@ -45,7 +48,8 @@ class WorkerCapacity:
         view: The workers and what is in flight on them.
         speed: Predictions.
         prefill_window_tokens: Prompt tokens a prefill worker is given ahead.
-        local_decode_sequences: Sequences that a prefill worker without a prompt decodes itself while decode workers are full.
+        local_decode_sequences: Sequences that a prefill worker without a prompt decodes itself while decode workers are
+            full.
     """
 
     def __init__(
@@ -83,8 +87,8 @@ class WorkerCapacity:
     def idle_prefill_worker(
         self, workers: Sequence[WorkerView], *, samples: int, context_tokens: int, slo: Slo
     ) -> WorkerView | None:
-        """The one of `workers` that is to compute and decode `samples` of such a context by itself, where no decode worker has room: it has
-        no prompt to compute, and decodes the fewest; None if none may.
+        """The one of `workers` that is to compute and decode `samples` of such a context by itself, where no decode
+        worker has room: it has no prompt to compute, and decodes the fewest; None if none may.
         """
         most = self._local_decode_sequences - samples
         found = [
@@ -136,7 +140,9 @@ class WorkerCapacity:
         return step_s is None or step_s <= limit_s
 
     def _can_prefill(self, worker: WorkerView, now_s: float) -> bool:
-        """Whether it may be sent a prompt: up to a step's budget always, and what it computes until the next prompt could be there."""
+        """Whether it may be sent a prompt: up to a step's budget always,
+        and what it computes until the next prompt could be there.
+        """
         if worker.prefills == 0 or 2 * worker.queued_prefill_tokens < self._prefill_window_tokens:
             return True
         wait_s = self._speed.queue_s(worker, now_s)
@@ -157,7 +163,9 @@ class WorkerCapacity:
 
 
 class MeasuredSpeed:
-    """Predictions from what routing measured (`router.routing.forecast`), as `SpeedEstimates`; None before there are some."""
+    """Predictions from what routing measured (`router.routing.forecast`), as `SpeedEstimates`;
+    None before there are some.
+    """
 
     def step_s(self, worker: WorkerView, sequences: int, context_tokens: int) -> float | None:
         """A decode step, by what was measured on this worker or on others."""

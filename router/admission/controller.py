@@ -1,8 +1,8 @@
 """The admission controller: a request is begun now, queued, or refused at once with a word on when to come back.
 
-The shell (`router.admission.admission`) offers every request here before the dispatcher sees it, and takes out one at a time, for
-what one takes up is seen by the next. Nothing is admitted while the workers have no capacity, so that what waits, waits here, where
-it is ordered, bounded, and leaves at once with its client.
+The shell (`router.admission.admission`) offers every request here before the dispatcher sees it, and takes out one at a
+time, for what one takes up is seen by the next. Nothing is admitted while the workers have no capacity, so that what
+waits, waits here, where it is ordered, bounded, and leaves at once with its client.
 """
 
 from collections.abc import Mapping
@@ -22,18 +22,22 @@ from router.slo import Slo
 from router.tenants.tenant import Tenant, TenantId
 
 _WAIT_MARGIN = 1.25
-"""A queue that is always filled up to what may wait ends half of its waits above the mean: promises are made on more than
-that."""
+"""A queue that is always filled up to what may wait ends half of its waits above the mean: promises are made on more
+than that.
+"""
 
 _SLACK_S = 1.0
-"""A client that was told to come back finds the queue this much shorter than it may be, or half of what it may be: with none, the
-first that came meanwhile would have it refused again."""
+"""A client that was told to come back finds the queue this much shorter than it may be, or half of what it may be: with
+none, the first that came meanwhile would have it refused again.
+"""
 
 _RATE_MIN_S = 0.5
 """Below this the first few requests admitted would count for more than they tell."""
 
 _RETURN_SPREAD = 1.5
-"""Returns come this much further apart than requests are taken: others of the tenant, told nothing yet, come between them."""
+"""Returns come this much further apart than requests are taken: others of the tenant, told nothing yet,
+come between them.
+"""
 
 _MAX_RETURN_DELAY_S = 60.0
 _MAX_TENANTS = 4096
@@ -91,8 +95,8 @@ class Capacity(Protocol):
 class AdmissionController:
     """Which requests wait, and which is next.
 
-    Pure: no sockets, no clock. Time comes in as `now_s`. A request that was accepted by `offer` leaves in exactly one way: taken by
-    `next`, given up by `expire`, or gone by `leave`.
+    Pure: no sockets, no clock. Time comes in as `now_s`. A request that was accepted by `offer` leaves in exactly one
+    way: taken by `next`, given up by `expire`, or gone by `leave`.
 
     Args:
         capacity: Says whether the next one fits.
@@ -140,8 +144,8 @@ class AdmissionController:
     def check_capacity(
         self, tenant: Tenant, slo: Slo, expected_tokens: int, now_s: float
     ) -> Refusal | None:
-        """What `offer` would refuse whatever the prompt, whose length is not known yet: the queue is full. The client is told to
-        come back as one with a prompt like those that wait.
+        """What `offer` would refuse whatever the prompt, whose length is not known yet: the queue is full. The client
+        is told to come back as one with a prompt like those that wait.
         """
         full = self._full(tenant.tenant_id, 1)
         if full is None:
@@ -168,8 +172,8 @@ class AdmissionController:
         return head
 
     def expire(self, now_s: float) -> list[GenerationRequest]:
-        """Gives up the requests whose first token could not come before their deadline even if they were admitted now. Looks at
-        the earliest deadlines only.
+        """Gives up the requests whose first token could not come before their deadline even if they were admitted now.
+        Looks at the earliest deadlines only.
         """
         late: list[GenerationRequest] = []
         while self._deadlines:
@@ -247,7 +251,9 @@ class AdmissionController:
         sooner_s: float,
         now_s: float,
     ) -> Refusal:
-        """To come back when its turn would have come, less what it may wait in the queue, and after those told so before it."""
+        """To come back when its turn would have come, less what it may wait in the queue,
+        and after those told so before it.
+        """
         rate = self._rate.tokens_per_s
         if rate is None:
             return Refusal(reason=reason, retry_after_s=None)
@@ -296,8 +302,8 @@ class AdmissionRate:
 class ReturnSchedule:
     """When refused clients were told to come back, so that those that were refused together do not return together.
 
-    One tenant's returns come one after the other, a little slower than its requests are taken. Pure. Nothing is kept free for
-    them: a client that does not come back costs nothing.
+    One tenant's returns come one after the other, a little slower than its requests are taken. Pure. Nothing is kept
+    free for them: a client that does not come back costs nothing.
     """
 
     def __init__(self) -> None:

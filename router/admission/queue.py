@@ -1,20 +1,21 @@
-"""The admission queue: priorities, deficit round robin between the tenants of one priority, first come first served within each.
+"""The admission queue: priorities, deficit round robin between the tenants of one priority,
+first come first served within each.
 
-`AdmissionQueue` holds one `FairQueue` per priority, and a `FairQueue` one `TenantQueue` per tenant, in which the tenant's requests of
-that priority stand as they came. Between priorities: the
-more urgent go first, but not for ever. For all that they are given, those below them earn a share, so that no class starves
-however much the ones above it ask for.
+`AdmissionQueue` holds one `FairQueue` per priority, and a `FairQueue` one `TenantQueue` per tenant, in which the
+tenant's requests of that priority stand as they came. Between priorities: the
+more urgent go first, but not for ever. For all that they are given, those below them earn a share, so that no class
+starves however much the ones above it ask for.
 
-Between tenants, after M. Shreedhar and G. Varghese, "Efficient fair queueing using deficit round robin" (1995), with three
-changes:
+Between tenants, after M. Shreedhar and G. Varghese, "Efficient fair queueing using deficit round robin" (1995), with
+three changes:
 
-- A tenant may go into debt for its next request and pays before it sends again, as in FQ-CoDel (RFC 8290). So a request is
-  never held back because it is large.
-- A debt is remembered until it is paid, even while its tenant has nothing queued. Otherwise a tenant that sends one large request
-  at a time, each after the one before, would begin without debt every time and get many times its share.
-- What a tenant does not use while others wait is saved for it, up to a bound, and is spent before the round; of several tenants
-  with savings, the one with most goes first. So a tenant that stays below its share hardly notices a flood: its requests do not
-  wait for those of the flood, only for what is being computed.
+- A tenant may go into debt for its next request and pays before it sends again, as in FQ-CoDel (RFC 8290). So a request
+  is never held back because it is large.
+- A debt is remembered until it is paid, even while its tenant has nothing queued. Otherwise a tenant that sends one
+  large request at a time, each after the one before, would begin without debt every time and get many times its share.
+- What a tenant does not use while others wait is saved for it, up to a bound, and is spent before the round; of several
+  tenants with savings, the one with most goes first. So a tenant that stays below its share hardly notices a flood: its
+  requests do not wait for those of the flood, only for what is being computed.
 
 Debts and savings end with the queue: once nothing waits, all tenants are equal again.
 """
@@ -32,8 +33,9 @@ from router.slo import Slo
 from router.tenants.tenant import Tenant, TenantId
 
 QUANTUM_TOKENS = 128
-"""What a tenant of weight 1 is given in a round: less than most requests cost, so that a turn is mostly one request. Rounds in
-which no tenant could send anything cost no time."""
+"""What a tenant of weight 1 is given in a round: less than most requests cost, so that a turn is mostly one request.
+Rounds in which no tenant could send anything cost no time.
+"""
 
 SAVED_TOKENS = 32 * 1024
 """What is saved for a tenant of weight 1 at most; a tenant that was never seen has saved all of it."""
@@ -147,11 +149,11 @@ class FairQueue:
         return sum(tenant.cost for tenant in self._listed())
 
     def ahead(self, tenant: Tenant, *, more: int = 0) -> float:
-        """Cost of what goes before a request that `tenant` sent now, if no other came; or before one that it sends after
-        `more` of its own.
+        """Cost of what goes before a request that `tenant` sent now, if no other came; or before one that it sends
+        after `more` of its own.
 
-        The round robin as a fluid: each tenant's balance, by its weight, sinks to the level at which the tenant's own requests
-        are through; others are given what lies above it, as far as they have requests queued.
+        The round robin as a fluid: each tenant's balance, by its weight, sinks to the level at which the tenant's own
+        requests are through; others are given what lies above it, as far as they have requests queued.
         """
         if not self._length:
             return float(more)
@@ -238,7 +240,9 @@ class FairQueue:
         tenant.save((self._rounds - tenant.left_at) * tenant.quantum)
 
     def _turn(self) -> TenantQueue | None:
-        """The tenant whose turn it is: with requests queued and credit left. Ends the turns of those that cannot send."""
+        """The tenant whose turn it is: with requests queued and credit left.
+        Ends the turns of those that cannot send.
+        """
         turns = 0
         while self._length:
             tenant = self._savers[0][-1] if self._savers else self._ring[0]
@@ -256,7 +260,9 @@ class FairQueue:
         return None
 
     def _end_turn(self, tenant: TenantQueue) -> None:
-        """Places a tenant that was first on its list: by its savings, else in the round, or off the lists if it has none queued."""
+        """Places a tenant that was first on its list: by its savings, else in the round,
+        or off the lists if it has none queued.
+        """
         if not tenant.waiting and tenant.credit + tenant.saved >= 0:
             tenant.save(tenant.credit)
             tenant.credit, tenant.left_at, tenant.listed = 0.0, self._rounds, False
@@ -336,8 +342,8 @@ class QueueCount:
 class AdmissionQueue:
     """All queued requests, over all priorities.
 
-    Pure. While a request of a priority waits, the priority is given at least `RESERVED_SHARE` of what those above it are, less
-    one request.
+    Pure. While a request of a priority waits, the priority is given at least `RESERVED_SHARE` of what those above it
+    are, less one request.
     """
 
     def __init__(self) -> None:
@@ -404,8 +410,8 @@ class AdmissionQueue:
                 level.queue.charge(charge.tenant_id, charge.tokens)
 
     def ahead(self, tenant: Tenant, slo: Slo, *, more: int = 0) -> float:
-        """Cost of what will be admitted before a request that came now, if no other came; or before one that came after its
-        tenant had queued `more`.
+        """Cost of what will be admitted before a request that came now, if no other came; or before one that came after
+        its tenant had queued `more`.
         """
         cost = 0.0
         for level in self._levels:

@@ -1,8 +1,8 @@
 """Tells other routers what this one admitted, and hears what they did, through Redis.
 
-One hash holds a field per router: a number that grows with every message, and its totals, sealed with the cluster's secret. A router
-whose number stands still for a lease is taken out by any that notices, and so is what no router of the cluster wrote, or wrote long ago.
-While Redis is away every router is fair by itself, and asks again.
+One hash holds a field per router: a number that grows with every message, and its totals, sealed with the cluster's
+secret. A router whose number stands still for a lease is taken out by any that notices, and so is what no router of the
+cluster wrote, or wrote long ago. While Redis is away every router is fair by itself, and asks again.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """What each tenant was given, here and by other routers, so that shares hold over all of them together.
 
-Every router tells the others its totals, a few times per second and without waiting for them (`router.admission.share_exchange`).
-What a tenant is given elsewhere counts here as if it had been given here: its debts grow, and others go first. Nothing depends on
-the exchange: without it every router is fair by itself.
+Every router tells the others its totals, a few times per second and without waiting for them
+(`router.admission.share_exchange`). What a tenant is given elsewhere counts here as if it had been given here: its
+debts grow, and others go first. Nothing depends on the exchange: without it every router is fair by itself.
 """
 
 import re

@@ -149,7 +149,9 @@ class MessageWriter:
         return b"".join(written)
 
     def _gained(self, delta: Delta) -> Iterator[tuple[_Block, str]]:
-        """Each piece of text, or of a call's JSON, with its block, which is the last one; a new block comes with its first piece, which may be empty."""
+        """Each piece of text, or of a call's JSON, with its block, which is the last one; a new block comes with its
+        first piece, which may be empty.
+        """
         self._last = delta
         for event in self._parsed.push(delta):
             match event:
@@ -242,8 +244,8 @@ class MessageWriter:
 
 
 def _input(arguments: str) -> JsonObject:
-    """Of a call that broke off, what is whole. Arguments that a model begins of its own accord may be no JSON, or what no reply can hold: then
-    nothing.
+    """Of a call that broke off, what is whole. Arguments that a model begins of its own accord may be no JSON, or what
+    no reply can hold: then nothing.
     """
     try:
         found = from_json(arguments or "{}", allow_partial=True)

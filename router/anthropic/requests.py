@@ -1,5 +1,5 @@
-"""What clients may send to /v1/messages: Anthropic's fields, and the few of vLLM's that ask for another way of drawing; and what the
-model's template sees of them, which knows OpenAI's words.
+"""What clients may send to /v1/messages: Anthropic's fields, and the few of vLLM's that ask for another way of drawing;
+and what the model's template sees of them, which knows OpenAI's words.
 """
 
 from collections.abc import Iterator, Sequence
@@ -186,7 +186,9 @@ class ToolDefinition(BodyObject):
 
 
 class ServerTool(BodyObject):
-    """Any other tool: one that the server would have to run, or of which it would have to know more than its client says."""
+    """Any other tool: one that the server would have to run,
+    or of which it would have to know more than its client says.
+    """
 
     type: Annotated[
         str, Field(pattern=r"^[a-z0-9_]{1,64}$", json_schema_extra={"not": {"const": "custom"}})
@@ -313,7 +315,9 @@ class ConversationBody(BodyObject):
         )
 
     def _for_template(self) -> dict[str, JsonValue]:
-        """What templates call the fields about thinking: Qwen's and DeepSeek's names of the switch, OpenAI's of the effort."""
+        """What templates call the fields about thinking: Qwen's and DeepSeek's names of the switch,
+        OpenAI's of the effort.
+        """
         given: dict[str, JsonValue] = {}
         if self.thinking is not None and self.thinking.type != "adaptive":
             given["enable_thinking"] = given["thinking"] = self.thinking.type == "enabled"

@@ -1,8 +1,9 @@
 """Discovery by DNS: the records of headless Services, or of any zone. Needs no rights but to ask.
 
-A name is `host:port`, for whose host A records are asked, AAAA records where there are none of those; or a name of SRV records, such as
-`_grpc._tcp.decode.baton-workers.svc.cluster.local`, which tell hosts and ports. An address at which nobody answers is no fault: with
-`publishNotReadyAddresses` a pod has a record before it serves. Names are asked every second, whatever the TTL of their records is.
+A name is `host:port`, for whose host A records are asked, AAAA records where there are none of those; or a name of SRV
+records, such as `_grpc._tcp.decode.baton-workers.svc.cluster.local`, which tell hosts and ports. An address at which
+nobody answers is no fault: with `publishNotReadyAddresses` a pod has a record before it serves. Names are asked every
+second, whatever the TTL of their records is.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""Discovery by registrations in Redis, which workers and pool nodes renew (`baton.discovery`). Asked twice a second, and nothing pushed:
-a look that is missed is made good by the next one.
+"""Discovery by registrations in Redis, which workers and pool nodes renew (`baton.discovery`). Asked twice a second,
+and nothing pushed: a look that is missed is made good by the next one.
 """
 
 from baton.discovery.registrar import RENEW_S

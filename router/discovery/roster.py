@@ -25,8 +25,8 @@ class RosterChange:
 class Roster:
     """The addresses that are asked. Pure: time comes as `now_s`; one owner.
 
-    An address is asked from the look that names it. It is given up once no look has named it, and nobody has answered there, for
-    `linger_s`: so an empty answer of a directory that lost its memory takes nobody out who is there.
+    An address is asked from the look that names it. It is given up once no look has named it, and nobody has answered
+    there, for `linger_s`: so an empty answer of a directory that lost its memory takes nobody out who is there.
 
     Args:
         fixed: Asked always.

@@ -1,4 +1,6 @@
-"""Looks again and again for workers and pool nodes, and has them asked: as `cluster.discovery` says, beside those that are listed."""
+"""Looks again and again for workers and pool nodes, and has them asked: as `cluster.discovery` says,
+beside those that are listed.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,6 +1,7 @@
 """What the dispatcher wants done about an event: commands to workers, and what clients are told.
 
-The shells carry actions out in order: those to workers through `router.workers.links`, those to clients through `router.generator`.
+The shells carry actions out in order: those to workers through `router.workers.links`,
+those to clients through `router.generator`.
 """
 
 from dataclasses import dataclass
@@ -103,8 +104,8 @@ class WorkerSuspected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSuspected:
-    """Two workers could not hand KV over; they get no request as a pair, and their link is tried after so long, never if they do not fit.
-    To be logged.
+    """Two workers could not hand KV over; they get no request as a pair, and their link is tried after so long, never
+    if they do not fit. To be logged.
     """
 
     prefill: WorkerIdentity

@@ -6,11 +6,12 @@
        │                                         └► AWAITING_REPORT
        └──────► GENERATING ──────────────────────────────────────┘
 
-P is the prefill worker and D the decode worker. An attempt that fails is ENDED; whatever its samples still want is continued by
-new attempts at the same request (`router.dispatch.retry`). Which event makes which move: `router.dispatch.dispatcher`.
+P is the prefill worker and D the decode worker. An attempt that fails is ENDED; whatever its samples still want is
+continued by new attempts at the same request (`router.dispatch.retry`).
+Which event makes which move: `router.dispatch.dispatcher`.
 
-A leg is what one worker does for an attempt. It is open from its command until the worker ends it, the worker is lost, or the
-router cancels it. Whatever a worker says about a leg that is not open is out of date and is ignored.
+A leg is what one worker does for an attempt. It is open from its command until the worker ends it, the worker is lost,
+or the router cancels it. Whatever a worker says about a leg that is not open is out of date and is ignored.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,9 @@
 """The router's core: carries each request over its legs to exactly one end, whichever worker dies on the way.
 
-Reads from top to bottom: what clients and the clock say, what workers say of themselves, what they say of a leg, and what
-follows when a leg is lost. The states that an attempt goes through stand in `router.dispatch.attempt`; what is tried after a
-failure is decided in `router.dispatch.retry`. One file: whatever happens to a worker ends in what happens to its legs.
+Reads from top to bottom: what clients and the clock say, what workers say of themselves, what they say of a leg, and
+what follows when a leg is lost. The states that an attempt goes through stand in `router.dispatch.attempt`; what is
+tried after a failure is decided in `router.dispatch.retry`. One file:
+whatever happens to a worker ends in what happens to its legs.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -129,8 +130,8 @@ class Advance:
 class Dispatcher:
     """All requests of this router and their legs.
 
-    Pure: no sockets, no clock. Time comes in as `now_s` (monotonic seconds). `handle` returns the actions the shell must
-    carry out, in order. Not thread-safe: one owner.
+    Pure: no sockets, no clock. Time comes in as `now_s` (monotonic seconds). `handle` returns the actions the shell
+    must carry out, in order. Not thread-safe: one owner.
 
     Args:
         view: The workers; the dispatcher adds and removes them and counts its legs there.
@@ -159,8 +160,8 @@ class Dispatcher:
         return self._retry.counters
 
     def story(self, about: RequestId | WorkerId) -> tuple[StoryEntry, ...]:
-        """What happened to a request, plain tokens left out, or to a worker: joined, lost, suspected, left out. As far as it is
-        remembered.
+        """What happened to a request, plain tokens left out, or to a worker: joined, lost, suspected, left out. As far
+        as it is remembered.
         """
         return self._story.story(about)
 
@@ -209,7 +210,9 @@ class Dispatcher:
         return [] if request_id is None else self._retry.fail(request_id, error, now_s)
 
     def request_of(self, event: Event) -> RequestId | None:
-        """The request that `event` belongs to; None for events about workers and the clock, and for legs that are over."""
+        """The request that `event` belongs to; None for events about workers and the clock,
+        and for legs that are over.
+        """
         match event:
             case GenerationRequest() | StopSample() | ClientGone():
                 return event.request_id
@@ -366,8 +369,8 @@ class Dispatcher:
         return self._fail_worker_legs(worker, reason, now_s)
 
     def _suspect(self, worker: WorkerView, now_s: float) -> list[Action]:
-        """Continues without a worker that fell silent. It stays a member, gets nothing new until it is heard from, and finds
-        the cancellation of its legs among the commands that wait for it.
+        """Continues without a worker that fell silent. It stays a member, gets nothing new until it is heard from, and
+        finds the cancellation of its legs among the commands that wait for it.
         """
         silent_s = now_s - worker.heard_s
         cancels = [leg.cancel() for leg in self._legs.on_worker(worker)]
@@ -555,7 +558,9 @@ class Dispatcher:
     # What follows from it.
 
     def _end_if_done(self, attempt: Attempt, now_s: float) -> list[Action]:
-        """After a sample has ended: ends the attempt, or has it await P's report, unless it still has something to do."""
+        """After a sample has ended: ends the attempt, or has it await P's report,
+        unless it still has something to do.
+        """
         if attempt.unfinished:
             return []
         if attempt.decode is not None and attempt.decoded:
@@ -598,8 +603,8 @@ class Dispatcher:
         )
 
     def _on_pair_failed(self, leg: Leg, error: BatonError, now_s: float) -> list[Action]:
-        """P cannot reach D, or the two do not fit. As long as D is heard here neither is at fault: another P can write to the pages that
-        D keeps, and D can compute the prompt itself.
+        """P cannot reach D, or the two do not fit. As long as D is heard here neither is at fault: another P can write
+        to the pages that D keeps, and D can compute the prompt itself.
         """
         attempt = leg.attempt
         actions = self._pair_failed(leg, error, now_s)
@@ -654,7 +659,9 @@ class Dispatcher:
 
 
 def _only_advances(leg: Leg, sample: int) -> bool:
-    """Whether a plain token of `leg` does nothing but lengthen the log of `sample`. A request's first token does more."""
+    """Whether a plain token of `leg` does nothing but lengthen the log of `sample`.
+    A request's first token does more.
+    """
     attempt = leg.attempt
     return (
         leg.sent.kind in _DECODES

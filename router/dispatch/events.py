@@ -1,6 +1,8 @@
-"""Events of the router's pure core (`router.dispatch.dispatcher`). What it does about them stands in `router.dispatch.actions`.
+"""Events of the router's pure core (`router.dispatch.dispatcher`).
+What it does about them stands in `router.dispatch.actions`.
 
-Events come from clients (through `router.generator`: a `GenerationRequest` that was admitted is the first of them) and from workers (through `router.workers.links`).
+Events come from clients (through `router.generator`: a `GenerationRequest` that was admitted is the first of them) and
+from workers (through `router.workers.links`).
 """
 
 from collections.abc import Sequence
@@ -88,8 +90,8 @@ class Prefilled:
     """The prompt of a prefill or generate leg is computed; the times are its worker's.
 
     Attributes:
-        first_tokens: Of a prefill leg, one per sample, or none where the decode worker draws them; those of a generate leg come right
-            after, as tokens of its own.
+        first_tokens: Of a prefill leg, one per sample, or none where the decode worker draws them; those of a generate
+            leg come right after, as tokens of its own.
     """
 
     worker: WorkerIdentity
@@ -149,10 +151,11 @@ class DecodeTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTokens:
-    """Tokens of one step for many legs, of which there is no more to say: none has log-probabilities or ends its sample.
+    """Tokens of one step for many legs, of which there is no more to say:
+    none has log-probabilities or ends its sample.
 
-    Columns of equal length: token i belongs to sample `samples[i]` of leg `leg_ids[i]`. It says what a `DecodeTokens` per leg
-    would say, at a fraction of the cost: nearly every token comes this way.
+    Columns of equal length: token i belongs to sample `samples[i]` of leg `leg_ids[i]`. It says what a `DecodeTokens`
+    per leg would say, at a fraction of the cost: nearly every token comes this way.
     """
 
     worker: WorkerIdentity

@@ -79,7 +79,8 @@ class Placement:
         demand = self._demand(request, prompt, now_s)
         chosen = self._connected_pair(usable, demand)
         if isinstance(chosen, Pair) and not self._has_capacity(chosen.decode, request, prompt):
-            # The best of all workers, if it has capacity, is the best of those that have it: nearly always no other need be asked.
+            # The best of all workers, if it has capacity, is the best of those that have it:
+            # nearly always no other need be asked.
             full = self._full(request, prompt, usable)
             kept = None if full else self._kept_on_prefill(request, prompt, usable)
             chosen = kept or self._connected_pair(usable, replace(demand, full=full))
@@ -124,7 +125,9 @@ class Placement:
     def pooled_tokens(
         self, request: RequestState, prompt: Prompt, worker: WorkerView, now_s: float
     ) -> int:
-        """Leading tokens of `prompt`, one of the request's, that `worker` can fetch from the pool as far as is known here."""
+        """Leading tokens of `prompt`, one of the request's,
+        that `worker` can fetch from the pool as far as is known here.
+        """
         return self._demand(request, prompt, now_s).pooled_for(worker)
 
     def ended(self, request: RequestState, timing: Timing) -> None:
@@ -159,8 +162,8 @@ class Placement:
     def _connected_pair(
         self, workers: Collection[WorkerView], demand: Demand
     ) -> Pair | Unavailable:
-        """The policy's choice of the pairs that can hand KV over: a prefill worker that cannot reach the chosen decode worker is left
-        out. With none left the decode worker computes the prompt.
+        """The policy's choice of the pairs that can hand KV over: a prefill worker that cannot reach the chosen decode
+        worker is left out. With none left the decode worker computes the prompt.
         """
         broken = self._view.broken_pairs
         chosen = self._policy.pair(workers, demand, self._rng)
@@ -175,8 +178,8 @@ class Placement:
     def _full(
         self, request: RequestState, prompt: Prompt, workers: Sequence[WorkerView]
     ) -> Set[WorkerIdentity]:
-        """Workers that should decode nothing more. If that is all of them it is none: a request that was admitted, and lost its
-        worker, continues on any.
+        """Workers that should decode nothing more. If that is all of them it is none: a request that was admitted, and
+        lost its worker, continues on any.
         """
         decoders = decoders_of(workers)
         full = frozenset(w.identity for w in decoders if not self._has_capacity(w, request, prompt))
@@ -221,7 +224,9 @@ class Placement:
         )
 
     def _session(self, request: RequestState) -> int:
-        """A number for the request's session: the one that its client names, or that of its first tokens in its scope."""
+        """A number for the request's session: the one that its client names,
+        or that of its first tokens in its scope.
+        """
         if request.session:
             named = request.session.encode()
         else:

@@ -1,7 +1,7 @@
 """One request while it runs: the token log of each sample and where the time went.
 
-The log is what makes a worker's loss harmless: the worker that continues a sample gets the prompt and the log, and the client
-never sees a token twice or misses one.
+The log is what makes a worker's loss harmless: the worker that continues a sample gets the prompt and the log, and the
+client never sees a token twice or misses one.
 """
 
 from collections.abc import Sequence
@@ -134,7 +134,9 @@ class RequestState:
         return fresh
 
     def log(self, sample: int, token: int, now_s: float) -> bool:
-        """Logs one plain token, not the request's first; whether the client should see it. `accept`, for the hot path."""
+        """Logs one plain token, not the request's first; whether the client should see it. `accept`,
+        for the hot path.
+        """
         log = self._logs[sample]
         if log.finished:
             return False

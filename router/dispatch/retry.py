@@ -1,8 +1,8 @@
 """Starts the attempts at each request, retries the ones that fail on other workers, and ends the request.
 
-A request is served by one or more attempts (`router.dispatch.attempt`). When one fails, its other leg is cancelled at once and
-new attempts continue what its samples still want, from the token logs (`router.dispatch.request`). The dispatcher says when
-an attempt has failed; here it is decided what follows, and for how long it is worth trying.
+A request is served by one or more attempts (`router.dispatch.attempt`). When one fails, its other leg is cancelled at
+once and new attempts continue what its samples still want, from the token logs (`router.dispatch.request`). The
+dispatcher says when an attempt has failed; here it is decided what follows, and for how long it is worth trying.
 """
 
 from collections import Counter
@@ -29,10 +29,10 @@ class RetryPolicy:
 
     Attributes:
         max_attempts: How often a sample's legs may be started.
-        worker_wait_s: How long a request waits for a worker to appear: about what a restart takes. One whose client has some of its
-            tokens waits until its deadline: nobody else can go on with it.
-        retry_backoff: How long workers that failed a request are avoided when there are no others. A worker that was silent for the
-            longest of these waits gets no new legs anyway.
+        worker_wait_s: How long a request waits for a worker to appear: about what a restart takes. One whose client has
+            some of its tokens waits until its deadline: nobody else can go on with it.
+        retry_backoff: How long workers that failed a request are avoided when there are no others. A worker that was
+            silent for the longest of these waits gets no new legs anyway.
         recompute_tokens: Up to so many tokens of a prompt are computed by D itself when no P can take over.
         report_wait_s: How long a request whose tokens are all out waits for P's report of the hand-off.
     """
@@ -44,7 +44,8 @@ class RetryPolicy:
     report_wait_s: float = 1.0
 
     def pause_s(self, number: int) -> float:
-        """How long the attempt of this number waits before it uses workers that failed it; 2 is the first after a failure.
+        """How long the attempt of this number waits before it uses workers that failed it;
+        2 is the first after a failure.
 
         A worker that hangs fails every attempt at once, since its stream is known to be broken: attempts that followed
         each other closely would be used up before it is known whether the worker is lost.
@@ -65,7 +66,8 @@ class Fallback(Enum):
 
 @dataclass(slots=True, eq=False)
 class RetryCounters:
-    """How often attempts were lost and others took their places, counted as it happens, whatever becomes of the request.
+    """How often attempts were lost and others took their places, counted as it happens,
+    whatever becomes of the request.
 
     Attributes:
         retries: Before their first token.
@@ -165,8 +167,8 @@ class RetryController:
     ) -> list[Action]:
         """P is lost before the hand-off was complete, and D keeps the pages.
 
-        In this order (`Fallback`): another P writes into the same reservation; D fetches what the pool has of the prompt and
-        computes the rest, if that is short; any other pair of workers; the error.
+        In this order (`Fallback`): another P writes into the same reservation; D fetches what the pool has of the
+        prompt and computes the rest, if that is short; any other pair of workers; the error.
         """
         request, decode, permit = attempt.request, attempt.decode, attempt.permit
         assert decode is not None
@@ -204,7 +206,8 @@ class RetryController:
         *,
         pinned: WorkerIdentity | None = None,
     ) -> list[Action]:
-        """Ends a failed attempt and continues what its samples still want, from the token logs, unless that was tried too often.
+        """Ends a failed attempt and continues what its samples still want, from the token logs,
+        unless that was tried too often.
 
         Args:
             attempt: It has lost a leg that it cannot do without.
@@ -234,8 +237,8 @@ class RetryController:
     def leave_to_pool(self, attempt: Attempt, now_s: float, *, in_reach: bool) -> list[Action]:
         """D had no room, and the prompt lies in the pool, where D can fetch it (`in_reach`) or not.
 
-        D fetches it when it has room, and holds nothing until then. Out of reach, D would compute the prompt among the requests
-        that decode there: another pair is better, P has the prompt in its cache.
+        D fetches it when it has room, and holds nothing until then. Out of reach, D would compute the prompt among the
+        requests that decode there: another pair is better, P has the prompt in its cache.
         """
         assert attempt.decode is not None
         fallback = Fallback.NO_ROOM if in_reach else Fallback.ANOTHER_PAIR
@@ -340,7 +343,9 @@ class RetryController:
         cause: BatonError | None,
         pinned: WorkerIdentity | None,
     ) -> list[Action]:
-        """New attempts at what the samples of an ended one still want; samples that have tokens get one attempt each."""
+        """New attempts at what the samples of an ended one still want;
+        samples that have tokens get one attempt each.
+        """
         request, wanted = attempt.request, attempt.unfinished
         groups = [(sample,) for sample in wanted] if request.has_tokens(wanted) else [wanted]
         actions: list[Action] = []

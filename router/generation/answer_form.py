@@ -1,4 +1,6 @@
-"""The form that a client wants an answer in, out of the fields of all APIs that say so, and the grammar that it makes."""
+"""The form that a client wants an answer in, out of the fields of all APIs that say so,
+and the grammar that it makes.
+"""
 
 import json
 import re
@@ -133,10 +135,12 @@ class AnswerForm:
 
     Attributes:
         kind: What `value` is.
-        value: A JSON schema, or its text; a regular expression; a list of texts; a grammar in Lark's or GBNF's notation; a
-            `StructuralTag`, or its text; of calls, the schemas of the tools by their paths in `param`; nothing of plain text.
+        value: A JSON schema, or its text; a regular expression; a list of texts; a grammar in Lark's or GBNF's
+            notation; a `StructuralTag`, or its text; of calls,
+            the schemas of the tools by their paths in `param`; nothing of plain text.
         param: The field of the request that asks for it.
-        calls: Of calls, their rules in Lark's notation, which begin at `calls`; with `CALL_SCHEMA` in the place of each schema.
+        calls: Of calls, their rules in Lark's notation, which begin at `calls`;
+            with `CALL_SCHEMA` in the place of each schema.
         call_schemas: Those, in their order.
         reasoning: Rules of what comes before the answer, which begin at `reasoning`; empty where nothing does.
         must_reason: Whether it has to come.
@@ -269,8 +273,8 @@ _LARK_PIECES = re.compile(
     r"|<[^<>]+>"  # special tokens
     r"|(?P<json>%(?:json|llguidance|regex))"
 )
-"""Of a grammar in Lark's notation, what may hold `%json` without meaning it, as llguidance cuts texts. What it would refuse may be
-cut otherwise.
+"""Of a grammar in Lark's notation, what may hold `%json` without meaning it, as llguidance cuts texts. What it would
+refuse may be cut otherwise.
 """
 
 

@@ -1,4 +1,6 @@
-"""The way of a request that holds a conversation, the same in every API: read, take, make token ids, plan, run, reply."""
+"""The way of a request that holds a conversation, the same in every API: read, take, make token ids, plan, run,
+reply.
+"""
 
 from collections.abc import Callable
 from functools import partial

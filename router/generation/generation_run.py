@@ -1,5 +1,5 @@
-"""The generation requests of one HTTP request while they run: tokens of several prompts and samples become deltas of numbered
-choices.
+"""The generation requests of one HTTP request while they run: tokens of several prompts and samples become deltas of
+numbered choices.
 """
 
 import asyncio
@@ -28,12 +28,15 @@ _KEPT_TOGETHER = 1024
 """Tokens and characters of a choice that are kept in one delta for a reply that is written at the end."""
 
 _BEGUN_AT_ONCE = 8
-"""Generations of one request that are begun before the event loop runs again: to admit and place one takes up to a millisecond."""
+"""Generations of one request that are begun before the event loop runs again:
+to admit and place one takes up to a millisecond.
+"""
 
 
 class LoggedToken(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A token with its log-probabilities, packed. A reply may hold tens of thousands of them until it is written, and what Python's
-    garbage collector would look at holds the event loop up: this is one object that it passes over, in the place of five.
+    """A token with its log-probabilities, packed. A reply may hold tens of thousands of them until it is written, and
+    what Python's garbage collector would look at holds the event loop up: this is one object that it passes over,
+    in the place of five.
 
     Attributes:
         token: Its id.
@@ -77,8 +80,8 @@ class Mark(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Delta:
-    """What one choice gained. `finish` is set on its last one, and `stop` if that was for a stop string. `marks` are those that were drawn
-    since the last one; their text may be still to come.
+    """What one choice gained. `finish` is set on its last one, and `stop` if that was for a stop string. `marks` are
+    those that were drawn since the last one; their text may be still to come.
     """
 
     index: int
@@ -125,8 +128,8 @@ class Choice:
     Args:
         index: The choice's number.
         decoder: Makes text of its tokens.
-        body: What its client asked for: stop strings, and whether what ended the sample is shown. Where it asks for no token
-            at all, the first one that is drawn ends the sample and is not shown.
+        body: What its client asked for: stop strings, and whether what ended the sample is shown. Where it asks for no
+            token at all, the first one that is drawn ends the sample and is not shown.
         stops: The request's stop strings, if it has any.
         reads: Which of its tokens mean something themselves.
 
@@ -194,8 +197,8 @@ class Choice:
         self.finish = sample.finish if self._stop is None else FinishReason.STOP
 
     def take(self) -> Delta | None:
-        """What may be shown now and was not before; None if there is nothing, or less than the tokens that a stream's client
-        wants at a time.
+        """What may be shown now and was not before; None if there is nothing, or less than the tokens that a stream's
+        client wants at a time.
 
         Ids and log-probabilities of tokens whose text is held back wait for it.
         """
@@ -262,8 +265,9 @@ def token_ids(deltas: Sequence[Delta]) -> list[int]:
 
 
 def take_logged(deltas: Sequence[Delta]) -> Iterator[LoggedToken]:
-    """The tokens with log-probabilities of one choice; the deltas give them up one after the other, so that they are not all freed at
-    once at the end."""
+    """The tokens with log-probabilities of one choice; the deltas give them up one after the other, so that they are
+    not all freed at once at the end.
+    """
     for delta in deltas:
         logged, delta.logged = delta.logged, []
         yield from logged
@@ -283,7 +287,8 @@ class GenerationRun:
         request: What is generated.
         timing: Where its time went; None until it ended.
         arrived_s: When its HTTP request came, on the clock: what its client waits for is counted from here.
-        prompt_logprobs: Of the prompt's tokens from the second on, once the first token is there and if they are wanted.
+        prompt_logprobs: Of the prompt's tokens from the second on,
+            once the first token is there and if they are wanted.
     """
 
     def __init__(

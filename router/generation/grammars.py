@@ -76,7 +76,8 @@ class GrammarCheck:
         return outcome
 
     async def text_beside(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> tuple[str, _T]:
-        """The grammar, and what `work` returns, which runs meanwhile. A wrong form ends it, and is told first where both fail.
+        """The grammar, and what `work` returns, which runs meanwhile. A wrong form ends it,
+        and is told first where both fail.
 
         Raises: As `text` and as `work`.
         """

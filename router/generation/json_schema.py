@@ -121,13 +121,13 @@ _WHOLE: Mapping[str, str] = {
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}[tT]{_TIME}$",
 }
-"""Formats of which llguidance's own expressions allow what they should not: a 29th of February in any year, a year 0, leap seconds
-anywhere (few readers take one at all). These stand in their place: both at once would be intersected wherever they are compiled,
-which takes as long as all the rest of a small schema.
+"""Formats of which llguidance's own expressions allow what they should not: a 29th of February in any year, a year 0,
+leap seconds anywhere (few readers take one at all). These stand in their place: both at once would be intersected
+wherever they are compiled, which takes as long as all the rest of a small schema.
 """
 _LABEL = r"([^.]{1,3}|[^.]{2}([^.-]|-[^.-])[^.]*)"
-"""Of a host's name, without `--` as its third and fourth characters: those are reserved for international names as DNS writes them (`xn--`), and
-whether such a label stands for a name at all is beyond a regular expression.
+"""Of a host's name, without `--` as its third and fourth characters: those are reserved for international names as DNS
+writes them (`xn--`), and whether such a label stands for a name at all is beyond a regular expression.
 """
 _BESIDES: Mapping[str, tuple[str, ...]] = {
     "email": ("^[^@]{1,64}@",),

@@ -27,8 +27,8 @@ class ModelCatalog:
         return tuple(name for name in self._names if tenant.may_use(name))
 
     def require_name(self, model: str | None, account: RequestAccount) -> str:
-        """The name, if it is served, and to this tenant. One that is not on its list does not exist for it; a request that
-        names none means the first one.
+        """The name, if it is served, and to this tenant. One that is not on its list does not exist for it; a request
+        that names none means the first one.
 
         Raises:
             ModelNotFoundError: It is unknown, or there is none for this tenant.

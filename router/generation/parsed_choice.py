@@ -1,4 +1,6 @@
-"""One choice's deltas taken apart: what its output says, out of the text that the guardrails let pass and the marks in it that are tokens."""
+"""One choice's deltas taken apart: what its output says,
+out of the text that the guardrails let pass and the marks in it that are tokens.
+"""
 
 from collections import deque
 
@@ -18,12 +20,13 @@ from router.parsing.output_format import OutputFormat
 
 
 class ParsedChoice:
-    """Feeds a parser with the deltas of one choice, and gives what its client is to be told. One that knows no marks by their ids looks for
-    them in the text.
+    """Feeds a parser with the deltas of one choice, and gives what its client is to be told. One that knows no marks by
+    their ids looks for them in the text.
 
     Args:
         output_format: How the model writes calls and reasoning.
-        tools: That may be called; None where calls are not looked for. Calls after the first are told where several may be made at once.
+        tools: That may be called; None where calls are not looked for.
+            Calls after the first are told where several may be made at once.
         in_reasoning: Whether the prompt ends within reasoning.
         tells_reasoning: Whether the client is to be told what the model thinks aloud.
 
@@ -49,8 +52,8 @@ class ParsedChoice:
         self._at = 0
 
     def plain_kind(self, delta: Delta) -> TextKind | None:
-        """What all of a delta in the middle of a text is, where that is certain without reading it; then it counts as pushed. None where it has to be
-        pushed.
+        """What all of a delta in the middle of a text is, where that is certain without reading it; then it counts as
+        pushed. None where it has to be pushed.
         """
         if self._rest or self._marks or (delta.marks and self._parser.marker_ids) or not delta.text:
             return None

@@ -1,8 +1,9 @@
-"""A request that may be worked on: its tenant, its class of service, its model; and the generation requests that it becomes.
+"""A request that may be worked on: its tenant, its class of service, its model;
+and the generation requests that it becomes.
 
 Every endpoint that generates accepts a request (`RequestPlanner.accept`), makes token ids of what it was sent
-(`router.generation.prompt_encoder`) while the form of the answer is checked (`RequestPlanner.check_form_beside`), plans what is
-generated (`RequestPlanner.plan`) and replies with it (`router.generation.responder`).
+(`router.generation.prompt_encoder`) while the form of the answer is checked (`RequestPlanner.check_form_beside`), plans
+what is generated (`RequestPlanner.plan`) and replies with it (`router.generation.responder`).
 """
 
 import time
@@ -94,8 +95,8 @@ class RequestPlanner:
         self._timeout_s = timeout_s
 
     async def accept(self, request: Request, body: SamplingBody, id_prefix: str) -> RequestContext:
-        """The context of a request, whose reply's id begins with `id_prefix`. What can be refused without looking at the prompt
-        is refused here, before it costs anything.
+        """The context of a request, whose reply's id begins with `id_prefix`. What can be refused without looking at
+        the prompt is refused here, before it costs anything.
 
         Raises:
             ModelNotFoundError: The model is unknown, or not for this tenant.
@@ -129,8 +130,8 @@ class RequestPlanner:
         body: SamplingBody,
         encode: Callable[[], Coroutine[Any, Any, _T]],
     ) -> tuple[RequestContext, _T]:
-        """Has the form that the answer must have checked while `encode` makes token ids of the prompt; a form that is known, or
-        refused without a look at it, is so before that begins.
+        """Has the form that the answer must have checked while `encode` makes token ids of the prompt; a form that is
+        known, or refused without a look at it, is so before that begins.
 
         Returns:
             The context with the form's grammar, and what `encode` returns.
@@ -146,8 +147,8 @@ class RequestPlanner:
     async def behind_prompt(
         self, context: RequestContext, body: SamplingBody, prompt_end: str
     ) -> RequestContext:
-        """The context once it is known how the prompt ends: a model that begins within its reasoning is held to its form after that, and
-        to the number of tokens that it may think; and to calls that are required.
+        """The context once it is known how the prompt ends: a model that begins within its reasoning is held to its
+        form after that, and to the number of tokens that it may think; and to calls that are required.
 
         Raises:
             InvalidRequestError: No answer can have the form that is asked for.
@@ -291,7 +292,9 @@ def _form_behind(
 
 
 def _calls_form(tools: CallableTools, output_format: OutputFormat, *, thinks: bool) -> AnswerForm:
-    """The form of an answer that has to call tools, or of calls that it may begin: then those of tools that are not strict are of any object."""
+    """The form of an answer that has to call tools, or of calls that it may begin:
+    then those of tools that are not strict are of any object.
+    """
     if tools.required:
         held = tools.tools
         calls = output_format.calls_lark(held, parallel=tools.parallel, schema=CALL_SCHEMA)
@@ -317,8 +320,8 @@ def _prompt_tokens(request: Request) -> int:
 
 
 def _truncated(tokens: Sequence[int], body: SamplingBody, model: ServedModel) -> Sequence[int]:
-    """The last `truncate_prompt_tokens`, or the first where the prompt is to lose its end; -1 keeps what the model's length leaves
-    beside the output that is asked for.
+    """The last `truncate_prompt_tokens`, or the first where the prompt is to lose its end; -1 keeps what the model's
+    length leaves beside the output that is asked for.
     """
     keep = body.truncate_prompt_tokens
     if keep is None:

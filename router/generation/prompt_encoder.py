@@ -1,4 +1,6 @@
-"""From what a client sent to the token ids that the model continues: conversations, texts, and a middle to be filled in."""
+"""From what a client sent to the token ids that the model continues: conversations, texts,
+and a middle to be filled in.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -48,7 +48,9 @@ TIMING_HEADER = "x-baton-timing"
 SESSION_HEADER = "x-baton-session"
 MAX_SESSION_NAME = 256
 _LOGGED_AT_ONCE = 16
-"""Tokens with log-probabilities, each perhaps with those of twenty others, that are written before the event loop runs again."""
+"""Tokens with log-probabilities, each perhaps with those of twenty others,
+that are written before the event loop runs again.
+"""
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a reply whose client has gone; it only shows in metrics."""
@@ -75,8 +77,8 @@ class ReplyWriter(Protocol):
     async def whole(
         self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]
     ) -> list[bytes]:
-        """The JSON of the reply that is not streamed, in pieces, written with turns for others; `choices` holds the deltas of each,
-        in order, and their log-probabilities only until they are written.
+        """The JSON of the reply that is not streamed, in pieces, written with turns for others; `choices` holds the
+        deltas of each, in order, and their log-probabilities only until they are written.
         """
 
 
@@ -159,7 +161,9 @@ class Responder:
         }
 
     def _reads(self, body: SamplingBody, *, in_reasoning: bool) -> MarkedTokens:
-        """Marks are read where replies tell them apart. Guardrails change texts, so behind them marks are looked for in the text."""
+        """Marks are read where replies tell them apart. Guardrails change texts,
+        so behind them marks are looked for in the text.
+        """
         found = self._output_format
         if not body.tells_reasoning:
             return UNMARKED
@@ -259,7 +263,9 @@ async def _pieces(
 
 
 def _parts(batch: list[Delta]) -> list[list[Delta]]:
-    """The deltas of a batch in parts that are written one after the other, cut where they have many tokens with log-probabilities."""
+    """The deltas of a batch in parts that are written one after the other,
+    cut where they have many tokens with log-probabilities.
+    """
     if sum([len(delta.logged) for delta in batch]) <= _LOGGED_AT_ONCE:  # nearly always
         return [batch]
     parts: list[list[Delta]] = [[]]
@@ -275,7 +281,9 @@ def _parts(batch: list[Delta]) -> list[list[Delta]]:
 
 
 def _cut(delta: Delta) -> Iterator[Delta]:
-    """What a choice gained as several deltas, if it is much: the text with the first of its tokens, its end with the last."""
+    """What a choice gained as several deltas, if it is much: the text with the first of its tokens,
+    its end with the last.
+    """
     text, last = delta.text, max(1, len(delta.logged)) - 1
     for begin in range(0, last + 1, _LOGGED_AT_ONCE):
         end = begin + _LOGGED_AT_ONCE

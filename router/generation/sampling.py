@@ -1,4 +1,6 @@
-"""How tokens are drawn: what a client asks for, what the model's files recommend, and what the engine is given of both."""
+"""How tokens are drawn: what a client asks for, what the model's files recommend,
+and what the engine is given of both.
+"""
 
 import json
 import secrets
@@ -161,7 +163,9 @@ class SamplingBody(Body):
 
     @property
     def default_tokens(self) -> int | None:
-        """At most so many are generated where none are asked for, or what the context leaves; None for all that it leaves."""
+        """At most so many are generated where none are asked for, or what the context leaves;
+        None for all that it leaves.
+        """
         return None
 
     @property
@@ -240,13 +244,13 @@ def sampling_params(
 ) -> SamplingParams:
     """The engine's parameters. A request without a seed gets one here, so that every retry draws the same tokens.
 
-    At least one token is drawn, also where none is wanted: a prompt's scores come with it. `bad_words` are the body's, as tokens.
-    `stop_ids` end the model's turn, unless the client wants it to go on (`ignore_eos`).
+    At least one token is drawn, also where none is wanted: a prompt's scores come with it. `bad_words` are the body's,
+    as tokens. `stop_ids` end the model's turn, unless the client wants it to go on (`ignore_eos`).
 
     Raises:
         PromptTooLongError: The prompt's tokens leave no room, or not as much as is asked for.
-        InvalidRequestError: A token id outside the vocabulary, none left of those that are allowed, more tokens at least than
-            at most, or more than a beam search may find.
+        InvalidRequestError: A token id outside the vocabulary, none left of those that are allowed, more tokens at
+            least than at most, or more than a beam search may find.
     """
     max_tokens = _max_tokens(body, model, prompt_tokens)
     if body.beam_search is not None:

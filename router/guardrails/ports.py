@@ -1,8 +1,8 @@
 """What an operator's guardrail implements. Two small protocols: one for what is asked, one for what is answered.
 
 A guardrail is named in the operator's configuration only (`router.guardrails`), by an entry point of the group
-`baton.guardrails` or as `package.module:attribute`; the attribute is called without arguments, once, at start. It runs on
-the router's event loop: what takes long belongs behind an `await`.
+`baton.guardrails` or as `package.module:attribute`; the attribute is called without arguments, once, at start. It runs
+on the router's event loop: what takes long belongs behind an `await`.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,9 @@ class OutputGuard(Protocol):
     """Watches one choice of one reply, from its first piece to its last."""
 
     async def piece(self, text: str, *, last: bool) -> str | Refuse:
-        """What of the text so far may be shown now. What is held back must come with a later piece, or with the last."""
+        """What of the text so far may be shown now. What is held back must come with a later piece,
+        or with the last.
+        """
 
 
 class Guardrail(Protocol):

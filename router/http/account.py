@@ -1,7 +1,8 @@
 """One request's account: the tenant that pays for it, what the tenant's limits leave it, and what it used.
 
-`RateLimiter` opens an account for every HTTP request that passes `router.http.auth` and settles it when the request ends.
-Endpoints find it with `account_of`. What it holds at the end settles the tenant's limits and is written to the audit log.
+`RateLimiter` opens an account for every HTTP request that passes `router.http.auth` and settles it when the request
+ends. Endpoints find it with `account_of`. What it holds at the end settles the tenant's limits and is written to the
+audit log.
 """
 
 import secrets
@@ -164,14 +165,16 @@ def _charged_output(wanted: int | None) -> int:
 
 
 class RateLimiter:
-    """Opens an account for every authorised request, counts the request against its tenant's limits, and settles it at the end.
+    """Opens an account for every authorised request, counts the request against its tenant's limits,
+    and settles it at the end.
 
     Args:
         limiter: Keeps the tenants' counts.
         breakers: Slow the tenants whose requests break workers.
         clock: The breakers'.
         metrics: Counts what is refused.
-        keep_content: Whether every tenant's content is kept for the audit; tenants that ask for it have theirs kept anyway.
+        keep_content: Whether every tenant's content is kept for the audit;
+            tenants that ask for it have theirs kept anyway.
     """
 
     def __init__(

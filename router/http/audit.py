@@ -1,8 +1,8 @@
 """The audit log: one line of JSON per request, from which an operator sees later what each tenant used.
 
-A request only leaves its record in a queue; a thread writes. So the disk never holds up the event loop, and nothing that
-goes wrong there fails a request: what cannot be written is dropped and counted. The file is opened anew when it was moved
-away, so that logrotate needs no signal.
+A request only leaves its record in a queue; a thread writes. So the disk never holds up the event loop, and nothing
+that goes wrong there fails a request: what cannot be written is dropped and counted. The file is opened anew when it
+was moved away, so that logrotate needs no signal.
 """
 
 import os

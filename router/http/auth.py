@@ -40,8 +40,8 @@ class AuthMiddleware:
         metrics: Counts the replies.
         audit: Where requests are recorded, if they are.
         clock: The rate limiter's.
-        root_path: The path under which a proxy in front shows the server. Some proxies pass it on, others take it off: behind
-            this it is off.
+        root_path: The path under which a proxy in front shows the server. Some proxies pass it on, others take it off:
+            behind this it is off.
     """
 
     def __init__(

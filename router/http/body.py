@@ -39,8 +39,8 @@ class BodyReader:
         *,
         parse_short: Callable[[bytes], _Body] | None = None,
     ) -> _Body:
-        """A request's JSON as `schema`; its account notes which fields have no effect. Nesting deeper than 200, NaN, half
-        surrogate pairs and bytes that are not UTF-8 are refused by the parser.
+        """A request's JSON as `schema`; its account notes which fields have no effect. Nesting deeper than 200, NaN,
+        half surrogate pairs and bytes that are not UTF-8 are refused by the parser.
 
         Args:
             request: The request.

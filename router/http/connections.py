@@ -1,8 +1,9 @@
-"""How many HTTP connections a router has, and which gives way to a new one when there are as many as its file descriptors allow.
+"""How many HTTP connections a router has, and which gives way to a new one when there are as many as its file
+descriptors allow.
 
-A connection *waits* while no request of it is being answered. Those that wait give way to new ones, the longest first. So silent
-clients keep nobody out; and where every connection has a request, a few more are taken all the same, on which probes are answered
-and everything else is refused (`router.http.server`).
+A connection *waits* while no request of it is being answered. Those that wait give way to new ones, the longest first.
+So silent clients keep nobody out; and where every connection has a request, a few more are taken all the same, on which
+probes are answered and everything else is refused (`router.http.server`).
 """
 
 import os
@@ -19,7 +20,9 @@ _YOUNG_S = 1.0
 """A connection that has waited less may be about to send its request."""
 
 _OWN_DESCRIPTORS = 24
-"""Left for the router itself: its workers' connections, which may be made anew, Redis, templates, the operators' port."""
+"""Left for the router itself: its workers' connections, which may be made anew, Redis, templates,
+the operators' port.
+"""
 
 _DESCRIPTORS_OF_A_WORKER = 2
 _LEAST = 4
@@ -90,7 +93,8 @@ class ConnectionLimit:
 
 
 def connections_that_fit(workers: int) -> int:
-    """Connections for which this process has file descriptors, its soft limit less what is open and what it needs itself.
+    """Connections for which this process has file descriptors,
+    its soft limit less what is open and what it needs itself.
 
     Args:
         workers: Workers that it will be connected with.

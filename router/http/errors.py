@@ -1,4 +1,6 @@
-"""Every error in the shape that clients know, whatever went wrong and where: OpenAI's, or Anthropic's under its own paths."""
+"""Every error in the shape that clients know, whatever went wrong and where: OpenAI's,
+or Anthropic's under its own paths.
+"""
 
 from math import ceil
 from typing import Any
@@ -93,7 +95,9 @@ def from_validation(
 
 
 def _shifted(location: tuple[int | str, ...], offset: int) -> tuple[int | str, ...]:
-    """The place in a whole list of what stands at `location` in a part of it; a list of several types has a type's name first."""
+    """The place in a whole list of what stands at `location` in a part of it;
+    a list of several types has a type's name first.
+    """
     numbered = next((i for i, step in enumerate(location) if isinstance(step, int)), None)
     if numbered is None:
         return location
@@ -123,7 +127,9 @@ def _param(location: tuple[int | str, ...]) -> str | None:
 
 
 def _item(location: tuple[int | str, ...]) -> str:
-    """`input[3].call_id`, where that is what a complaint is about; before an item's field pydantic names the item's type."""
+    """`input[3].call_id`, where that is what a complaint is about;
+    before an item's field pydantic names the item's type.
+    """
     place = next((i for i, step in enumerate(location) if isinstance(step, int)), None)
     if place is None or location[0] != "input":
         return ""

@@ -32,7 +32,9 @@ MAX_PROMPT_TOKENS = 2**21
 MAX_PROMPT_LOGPROBS = 2**17
 """Figures about one request's prompts: each token's, and those of the likeliest in its place."""
 MAX_BEAM_FIGURES = 2**14
-"""Tokens and figures about them of all texts that one beam search finds: told in one message, which takes the router 25 ms to read."""
+"""Tokens and figures about them of all texts that one beam search finds: told in one message,
+which takes the router 25 ms to read.
+"""
 MAX_REPEATED = 2**21
 """Of prompts that are said again with each of several choices: their tokens, and figures about them, over all choices.
 """

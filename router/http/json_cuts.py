@@ -1,11 +1,12 @@
-"""Where the members of a large JSON object, or the elements of an array, begin and end: found before any Python object is made of it.
+"""Where the members of a large JSON object, or the elements of an array, begin and end:
+found before any Python object is made of it.
 
-Parsing JSON takes up to a microsecond per value, and nothing else runs meanwhile. So a large body is cut into pieces that are parsed
-one at a time, and one that holds too many values is refused before. Looking for the cuts takes a few milliseconds per MiB, in steps
-between which the event loop runs.
+Parsing JSON takes up to a microsecond per value, and nothing else runs meanwhile. So a large body is cut into pieces
+that are parsed one at a time, and one that holds too many values is refused before. Looking for the cuts takes a few
+milliseconds per MiB, in steps between which the event loop runs.
 
-Cuts are commas outside of strings, at the depth that is asked for. What lies between two of them need not be JSON: whoever parses the
-pieces finds out. If every piece is JSON, so is the whole.
+Cuts are commas outside of strings, at the depth that is asked for. What lies between two of them need not be JSON:
+whoever parses the pieces finds out. If every piece is JSON, so is the whole.
 """
 
 import asyncio
@@ -71,7 +72,9 @@ class _Scan:
         self.commas = 0
 
     def step(self, text: npt.NDArray[np.uint8]) -> tuple[list[int], list[int]]:
-        """Places of the commas at depth 1 in `text`, and the signs that were read before each, from the very beginning."""
+        """Places of the commas at depth 1 in `text`, and the signs that were read before each,
+        from the very beginning.
+        """
         quotes = text == _QUOTE
         self._strike_escaped(text, quotes)
         inside = np.cumsum(quotes, dtype=np.uint8) & 1  # counts that overflow stay odd or even

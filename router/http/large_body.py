@@ -1,7 +1,9 @@
-"""Bodies that would keep the event loop from all else if they were parsed in one go: read in pieces, between which it runs.
+"""Bodies that would keep the event loop from all else if they were parsed in one go: read in pieces,
+between which it runs.
 
-What makes a large body large is bounded by kind: texts of any length are cheap; lists of token ids become packed numbers; the messages
-of a conversation are parsed some at a time; everything else together may hold so many values only.
+What makes a large body large is bounded by kind: texts of any length are cheap; lists of token ids become packed
+numbers; the messages of a conversation are parsed some at a time;
+everything else together may hold so many values only.
 """
 
 import asyncio
@@ -97,7 +99,9 @@ def token_array(raw: bytes) -> PackedTokens | None:
 
 
 async def _take_tokens(raw: bytes) -> tuple[bytes, str, PackedTokens] | None:
-    """The body with a short list in the place of its long one, that one's name, and its ids; None if there is no such list."""
+    """The body with a short list in the place of its long one, that one's name, and its ids;
+    None if there is no such list.
+    """
     try:
         fields = _FIELDS.decode(raw)
     except (
@@ -115,7 +119,9 @@ async def _take_tokens(raw: bytes) -> tuple[bytes, str, PackedTokens] | None:
 
 
 async def _long_token_array(raw: bytes) -> PackedTokens | None:
-    """As `token_array`, in steps. `raw` need not be JSON: two commas without a number between them are no list of numbers."""
+    """As `token_array`, in steps. `raw` need not be JSON:
+    two commas without a number between them are no list of numbers.
+    """
     if raw[:1] != b"[" or raw[-1:] != b"]":
         return None
     packed: list[bytes] = []
@@ -151,8 +157,9 @@ def _numbers(inner: bytes) -> PackedTokens | None:
 
 
 async def _members(raw: bytes) -> list[tuple[str, Piece, int]]:
-    """The object's members: the name of each (empty if it has signs that are written in another way), its place, and where its
-    value begins."""
+    """The object's members: the name of each (empty if it has signs that are written in another way), its place, and
+    where its value begins.
+    """
     begin, end = len(raw) - len(raw.lstrip()), len(raw.rstrip())
     if raw[begin : begin + 1] != b"{" or raw[end - 1 : end] != b"}":
         raise InvalidRequestError("The body is not a JSON object.")

@@ -1,8 +1,8 @@
 """The HTTP server's protocol with bounds on what surrounds a request's body, and on how long it may take to come.
 
-The parser that uvicorn uses keeps request line, headers and trailers of any size, before the client is authorised, and takes trailers
-for headers; chunks may be as small as a client likes, requests sent ahead as many. uvicorn itself closes a connection for want of
-requests only if it has answered one and no byte came since.
+The parser that uvicorn uses keeps request line, headers and trailers of any size, before the client is authorised, and
+takes trailers for headers; chunks may be as small as a client likes, requests sent ahead as many. uvicorn itself closes
+a connection for want of requests only if it has answered one and no byte came since.
 """
 
 import asyncio
@@ -31,16 +31,17 @@ MAX_FRAMING_BYTES = 1024 * 1024
 """Of one chunked body: sizes, extensions and line ends. A body of 8 MiB in chunks of 50 bytes has that much."""
 
 MAX_PARSED_AT_ONCE = 16 * 1024
-"""Bytes of one connection that are parsed before the event loop runs again. One read may bring 256 KiB, whose chunks of one byte are
-43,000 calls from the parser."""
+"""Bytes of one connection that are parsed before the event loop runs again. One read may bring 256 KiB, whose chunks of
+one byte are 43,000 calls from the parser.
+"""
 
 MAX_REQUESTS_AHEAD = 16
 """Requests of one connection that wait for the reply to an earlier one."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Answers 400 and closes the connection of a client that sends what is beyond a bound; closes those on which no request comes
-    within `timeout_keep_alive`, or one whose headers take too long.
+    """Answers 400 and closes the connection of a client that sends what is beyond a bound; closes those on which no
+    request comes within `timeout_keep_alive`, or one whose headers take too long.
 
     Args:
         connections: All connections of the server.
@@ -71,7 +72,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._reading: _Reading
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A first request is waited for. Where there are too many connections, one that waits longest for a request is closed."""
+        """A first request is waited for. Where there are too many connections,
+        one that waits longest for a request is closed.
+        """
         super().connection_made(transport)
         self.flow = self._reading = _Reading(transport)
         self._close_in(self.timeout_keep_alive)
@@ -220,7 +223,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class _Reading(FlowControl):
-    """Whether the connection is read: neither while uvicorn has paused it, nor while what was read is still to be parsed."""
+    """Whether the connection is read: neither while uvicorn has paused it,
+    nor while what was read is still to be parsed.
+    """
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)

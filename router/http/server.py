@@ -21,7 +21,8 @@ _log = get_logger(__name__)
 
 
 class ConnectionRefusals:
-    """Counts connections that were closed for what came on them, or for want of room; the first of each reason is logged.
+    """Counts connections that were closed for what came on them, or for want of room;
+    the first of each reason is logged.
 
     Args:
         registry: Where the count is shown.
@@ -57,7 +58,9 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def stopped_by(self, stop: asyncio.Event) -> None:
-        """Waits for `stop`, then takes no new connections and closes the idle ones; raises what ended the server before that."""
+        """Waits for `stop`, then takes no new connections and closes the idle ones;
+        raises what ended the server before that.
+        """
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({stopping, self.serving}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

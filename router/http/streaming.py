@@ -137,7 +137,9 @@ def json_reply(pieces: Sequence[bytes], headers: Mapping[str, str] | None = None
 
 
 class LargeReply(Response):
-    """JSON in pieces. Some bytes are sent at a time, no other copy is made of it, and a client that reads slowly makes `send` wait."""
+    """JSON in pieces. Some bytes are sent at a time, no other copy is made of it,
+    and a client that reads slowly makes `send` wait.
+    """
 
     media_type = "application/json"
 
@@ -204,7 +206,9 @@ async def json_array(elements: Iterable[object], at_once: int) -> bytes:
 
 
 async def json_array_pieces(elements: Iterable[object], at_once: int) -> list[bytes]:
-    """The same in pieces: where it is sent in pieces too, it need not be copied into new memory, which takes a millisecond per MB."""
+    """The same in pieces: where it is sent in pieces too, it need not be copied into new memory,
+    which takes a millisecond per MB.
+    """
     pieces = [b"["]
     coming = iter(elements)
     while some := list(islice(coming, at_once)):

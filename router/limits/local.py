@@ -102,8 +102,8 @@ class _Account:
 class LimitLedger:
     """How much each tenant has used.
 
-    Pure: no clock. Not thread-safe: one owner. TenantLimits come with every call, so that a reload holds at once; only what was
-    used is kept here.
+    Pure: no clock. Not thread-safe: one owner. TenantLimits come with every call, so that a reload holds at once; only
+    what was used is kept here.
 
     Args:
         share: Part of every limit that is given out here: 1, or 1/n where n routers cannot speak with each other.
@@ -163,7 +163,9 @@ class LimitLedger:
         return LimitUsage(in_flight=len(account.in_flight), levels=levels)
 
     def story(self, tenant_id: TenantId) -> tuple[StoryEntry, ...]:
-        """What this tenant was refused, as far as it is remembered. Requests that are let in are not: there are too many."""
+        """What this tenant was refused, as far as it is remembered. Requests that are let in are not:
+        there are too many.
+        """
         return self._story.story(tenant_id)
 
     def note_refusal(self, tenant: Tenant, refused: LimitRefused, now_s: float) -> None:

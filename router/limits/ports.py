@@ -90,7 +90,9 @@ class Limiter(Protocol):
     async def charge(
         self, tenant: Tenant, grant: GrantId, tokens: int
     ) -> LimitGranted | LimitRefused:
-        """Takes tokens for a request that has entered. More than the bucket can ever hold are taken once it is full; it is in debt after that."""
+        """Takes tokens for a request that has entered. More than the bucket can ever hold are taken once it is full;
+        it is in debt after that.
+        """
 
     async def leave(self, tenant: Tenant, grant: GrantId, used_tokens: int) -> None:
         """Gives the place back, and the difference to what was charged. A second time is nothing."""

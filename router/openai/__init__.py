@@ -1,1 +1,3 @@
-"""OpenAI's APIs: chat, completions, responses, models, tokenization. What they share with Anthropic's is `router.generation`."""
+"""OpenAI's APIs: chat, completions, responses, models, tokenization.
+What they share with Anthropic's is `router.generation`.
+"""

@@ -116,7 +116,9 @@ class ChatWriter:
         return None if parsed is None else parsed.plain_kind(delta)
 
     def _parsed_piece(self, delta: Delta) -> bytes:
-        """A chunk for each thing that the text says, and one with the end; the first has the log-probabilities and ids of the tokens."""
+        """A chunk for each thing that the text says, and one with the end;
+        the first has the log-probabilities and ids of the tokens.
+        """
         said = [
             json for event in self._events(delta) if (json := self._event_json(delta.index, event))
         ]
@@ -292,8 +294,8 @@ class ChatWriter:
 
 
 def echoed_text(body: ChatCompletionRequest, context: RequestContext) -> str:
-    """What every choice begins with: the last message, where its role is the answer's and the client wants it repeated; as the
-    guardrails let it pass.
+    """What every choice begins with: the last message, where its role is the answer's and the client wants it repeated;
+    as the guardrails let it pass.
 
     Raises:
         InvalidRequestError: It would be repeated too often.

@@ -1,4 +1,6 @@
-"""The chunks of a stream of OpenAI's older endpoints: what stands around the choices of each, and how the stream ends."""
+"""The chunks of a stream of OpenAI's older endpoints: what stands around the choices of each,
+and how the stream ends.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -49,7 +51,9 @@ class Chunks:
         return b'%b,"choices":[%b]%b%b' % (self._head, choice, more, tail)
 
     def end(self, timings: Sequence[Timing]) -> bytes:
-        """A chunk without choices where the client asked for the token counts, comments with the timings, and `[DONE]`."""
+        """A chunk without choices where the client asked for the token counts, comments with the timings,
+        and `[DONE]`.
+        """
         counts = b""
         if self._counts_at_end:
             counts = self._head + b',"choices":[]' + _usage_tail(usage_of(self._runs))

@@ -278,7 +278,9 @@ class CompletionWriter:
         return written
 
     def _best(self, choices: Sequence[Sequence[Delta]]) -> list[int]:
-        """Which choices are shown: of each prompt's the `n` likeliest by the mean over their tokens; a search has them in order."""
+        """Which choices are shown: of each prompt's the `n` likeliest by the mean over their tokens;
+        a search has them in order.
+        """
         shown, drawn = self._body.n or 1, self._body.num_samples
         if shown == drawn:
             return list(range(len(choices)))

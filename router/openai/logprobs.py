@@ -1,4 +1,6 @@
-"""Log-probabilities in the shapes that OpenAI's protocol has for them, of generated tokens and of an echoed prompt's."""
+"""Log-probabilities in the shapes that OpenAI's protocol has for them,
+of generated tokens and of an echoed prompt's.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +37,9 @@ def token_id_name(token_id: int) -> str:
 def chat_entries(
     logged: Iterable[LoggedToken], count: int, pieces: PieceTable, *, by_id: bool = False
 ) -> Iterator[Entry]:
-    """One `ChatTokenLogprob` per token, each with its `count` likeliest; called by their ids where that is asked for."""
+    """One `ChatTokenLogprob` per token, each with its `count` likeliest;
+    called by their ids where that is asked for.
+    """
     name = token_id_name if by_id else pieces.text_of
     for token in logged:
         entry = _chat_token(token.token, token.logprob, name, pieces)

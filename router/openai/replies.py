@@ -37,7 +37,9 @@ class CompletionTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Token counts over all prompts and choices of a request. Of completion tokens there is more where some were reasoning."""
+    """Token counts over all prompts and choices of a request.
+    Of completion tokens there is more where some were reasoning.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -200,7 +202,9 @@ class ChatCompletionChunk(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities of a completion choice: lists with one entry per token. An echoed prompt's first token has none."""
+    """Log-probabilities of a completion choice: lists with one entry per token.
+    An echoed prompt's first token has none.
+    """
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -255,7 +259,9 @@ class CompletionChunk(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A name that requests may give as `model`. `revision` is the commit that is served, where the model is the hub's."""
+    """A name that requests may give as `model`. `revision` is the commit that is served,
+    where the model is the hub's.
+    """
 
     id: str
     object: Literal["model"] = "model"

@@ -80,7 +80,9 @@ class GenerationBody(SamplingBody):
 
     @property
     def ignored(self) -> list[str]:
-        """The fields that were sent and have no effect: where texts are searched for, those too that say how tokens are drawn."""
+        """The fields that were sent and have no effect: where texts are searched for,
+        those too that say how tokens are drawn.
+        """
         idle = OF_DRAWING if self.use_beam_search else ()
         return [*super().ignored, *(name for name in idle if getattr(self, name) is not None)]
 
@@ -344,7 +346,9 @@ class CompletionRequest(GenerationBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likeliest tokens are listed beside each. The best of several that are drawn are chosen by their log-probabilities."""
+        """How many likeliest tokens are listed beside each.
+        The best of several that are drawn are chosen by their log-probabilities.
+        """
         chooses = self.num_samples > (self.n or 1) and not self.use_beam_search
         return 0 if self.logprobs is None and chooses else self.logprobs
 

@@ -1,7 +1,8 @@
 """What a client lets the model call, and the form that it wants the answer in.
 
-Both are checked in full. Forms are obeyed, and required calls are one of them (`router.generation.answer_form`). What a model may call of its own
-accord is found in its output (`router.parsing`). `functions`, the older name of tools, is refused by name.
+Both are checked in full. Forms are obeyed, and required calls are one of them (`router.generation.answer_form`). What a
+model may call of its own accord is found in its output (`router.parsing`). `functions`, the older name of tools,
+is refused by name.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,6 @@
-"""What a model's output says, piece by piece: the events that a parser gives and that every API writes in its own words."""
+"""What a model's output says, piece by piece: the events that a parser gives and that every API writes in its own
+words.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,7 +53,8 @@ ParsedEvent = ContentText | ReasoningText | ToolCallBegun | ToolCallArguments | 
 
 
 class OutputParser(Protocol):
-    """Takes one choice's output apart. What it gives, adjacent texts of a kind joined, does not depend on how the text was cut.
+    """Takes one choice's output apart. What it gives, adjacent texts of a kind joined,
+    does not depend on how the text was cut.
 
     Attributes:
         marker_ids: Tokens that mean something themselves; their text is never pushed.
@@ -60,7 +63,9 @@ class OutputParser(Protocol):
     marker_ids: frozenset[int]
 
     def plain_kind(self, text: str) -> TextKind | None:
-        """What the text would be told as, if that is all that it would say and it changes nothing; then it need not be pushed. None where it has to be."""
+        """What the text would be told as, if that is all that it would say and it changes nothing; then it need not be
+        pushed. None where it has to be.
+        """
 
     def push_text(self, text: str) -> list[ParsedEvent]:
         """Takes text that tokens other than markers were decoded to."""

@@ -1,7 +1,7 @@
 """How families of models write calls of tools and their reasoning: tables, under vLLM's names for them.
 
-A mark is a piece of text that means something: most are single tokens of the models that write them, and are then known by their id; in a tokenizer
-that has no such token they are looked for in the text.
+A mark is a piece of text that means something: most are single tokens of the models that write them, and are then known
+by their id; in a tokenizer that has no such token they are looked for in the text.
 """
 
 from dataclasses import dataclass

@@ -5,7 +5,8 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|> {} <|call|> a call of f
     <|start|>assistant<|channel|>final<|message|> It rains. <|return|>                              content
 
-The prompt ends with `<|start|>assistant`. Text without a header, such as the rest of a message that the prompt begins, is content.
+The prompt ends with `<|start|>assistant`. Text without a header,
+such as the rest of a message that the prompt begins, is content.
 """
 
 import re

@@ -1,4 +1,6 @@
-"""What the served model's output looks like: which families its calls and its reasoning are of, their parser, and the grammars that hold it to them."""
+"""What the served model's output looks like: which families its calls and its reasoning are of, their parser, and the
+grammars that hold it to them.
+"""
 
 import json
 import re
@@ -117,7 +119,8 @@ class OutputFormat:
         return found
 
     def calls_lark(self, tools: Sequence[ToolSchema], *, parallel: bool, schema: str) -> str:
-        """Rules of llguidance's Lark for one call or more of these tools, as the family writes them; they begin at `calls`.
+        """Rules of llguidance's Lark for one call or more of these tools, as the family writes them;
+        they begin at `calls`.
 
         Args:
             tools: At least one.
@@ -130,7 +133,8 @@ class OutputFormat:
     def strict_lark(
         self, tools: Sequence[ToolSchema], *, parallel: bool, schema: str, thinks: bool
     ) -> str:
-        """The same for calls that the model may begin of its own accord, anywhere in its text: what it begins is a call of one of these tools.
+        """The same for calls that the model may begin of its own accord, anywhere in its text:
+        what it begins is a call of one of these tools.
 
         Args:
             tools: As `calls_lark`.
@@ -176,7 +180,9 @@ class OutputFormat:
 
     @property
     def can_hold(self) -> bool:
-        """Whether calls that the model begins of its own accord can be held to a grammar: where a mark begins all of them."""
+        """Whether calls that the model begins of its own accord can be held to a grammar:
+        where a mark begins all of them.
+        """
         family = self.tools
         if family is None or family.bare or not self.can_require:
             return False
@@ -284,7 +290,9 @@ class OutputFormat:
         return keyword_arguments(tool.parameters) if written else None
 
     def any_lark(self) -> str:
-        """What holds an answer to nothing: text, and marks that are tokens, but for reasoning again. More rules may follow."""
+        """What holds an answer to nothing: text, and marks that are tokens, but for reasoning again.
+        More rules may follow.
+        """
         if self.is_harmony:
             start, end, channel, message = map(
                 self._mark, ("<|start|>", "<|end|>", "<|channel|>", "<|message|>")
@@ -307,8 +315,9 @@ class OutputFormat:
     def reasoning_lark(
         self, max_tokens: int | None, *, in_reasoning: bool, before_text: bool = False
     ) -> str:
-        """The rule `reasoning`: what stands before the answer, up to and with the mark at its end, which comes after `max_tokens` tokens
-        at the latest. With `before_text` an answer that follows is text, of a form or not, and no call.
+        """The rule `reasoning`: what stands before the answer, up to and with the mark at its end, which comes after
+        `max_tokens` tokens at the latest. With `before_text` an answer that follows is text, of a form or not,
+        and no call.
         """
         limit = "" if max_tokens is None else f"[max_tokens={max(1, max_tokens)}]"
         if self.is_harmony:
@@ -341,7 +350,8 @@ class OutputFormat:
             return [f"thoughts {mark}", f"thoughts{limit}: THOUGHTS", f"THOUGHTS: {_ANY_TEXT}"]
         if not limit:
             return ["thoughts", f"thoughts[lazy]: /(?s:.*){escaped}/"]
-        # Only the last token ends what is cut off, and not the mark before: llguidance takes that for a part of the text.
+        # Only the last token ends what is cut off, and not the mark before:
+        # llguidance takes that for a part of the text.
         text = f"{_ANY_TEXT} & ~/(?s:.*{escaped}.*)/"
         return [f"thoughts {mark}", f"thoughts{limit}: THOUGHTS", f"THOUGHTS: {text}"]
 

@@ -1,9 +1,11 @@
-"""Takes one choice's output apart while it comes: one parser for the families whose calls and reasoning stand between marks, driven by their tables.
+"""Takes one choice's output apart while it comes: one parser for the families whose calls and reasoning stand between
+marks, driven by their tables.
 
     <think> Let me see. </think> I look it up. <tool_call> {"name": "f", "arguments": {"x": 1}} </tool_call>
     reasoning                    content                    a call's name and its arguments
 
-Blanks before a call, between calls and behind the last one are no content. What begins like a call and is none is content.
+Blanks before a call, between calls and behind the last one are no content.
+What begins like a call and is none is content.
 """
 
 import json
@@ -175,7 +177,9 @@ class FamilyParser(OutputReader):
         return is_call
 
     def _read_object(self, *, known_only: bool = False) -> Reading[bool]:
-        """An object with a name and arguments, in any order; arguments that come behind the name are told as they come."""
+        """An object with a name and arguments, in any order;
+        arguments that come behind the name are told as they come.
+        """
         if (yield from self._next()) != "{":
             return False
         name, held, begun = "", "", False
@@ -216,7 +220,9 @@ class FamilyParser(OutputReader):
         return True
 
     def _read_list(self, tools: ToolFamily) -> Reading[bool]:
-        """Mistral's: a list of objects, or a name and arguments with a mark between them; an id before that is passed over."""
+        """Mistral's: a list of objects, or a name and arguments with a mark between them;
+        an id before that is passed over.
+        """
         yield from self._skip_blanks()
         if (yield from self._accept("[")):
             while (yield from self._read_object_after_blanks()):
@@ -255,7 +261,9 @@ class FamilyParser(OutputReader):
         return True
 
     def _read_tags(self) -> Reading[bool]:
-        """Qwen3-Coder's: each parameter becomes a member of the arguments, of the type that the tool's schema gives it."""
+        """Qwen3-Coder's: each parameter becomes a member of the arguments,
+        of the type that the tool's schema gives it.
+        """
         if not (yield from self._accept_after_blanks("<function=")):
             return False
         name = yield from self._read_until(">", LONGEST_NAME)
@@ -301,7 +309,9 @@ class FamilyParser(OutputReader):
                 return True
 
     def _read_python_call(self, name: str) -> Reading[bool]:
-        """What stands between a call's brackets, and the closing one; whether that is a call. Each argument is told as it comes, as JSON."""
+        """What stands between a call's brackets, and the closing one; whether that is a call.
+        Each argument is told as it comes, as JSON.
+        """
         if (yield from self._accept_after_blanks("**")):
             yield from self._skip_blanks()
             if (yield from self._peek()) != "{":
@@ -332,7 +342,9 @@ class FamilyParser(OutputReader):
         return True
 
     def _read_literal(self, depth: int = 0) -> Reading[bool]:
-        """A literal of Python, told as JSON while it comes; whether it was whole. What JSON writes otherwise, such as `true`, is taken too."""
+        """A literal of Python, told as JSON while it comes; whether it was whole. What JSON writes otherwise,
+        such as `true`, is taken too.
+        """
         yield from self._skip_blanks()
         if depth > _DEEPEST_LITERAL:
             return False
@@ -389,7 +401,9 @@ class FamilyParser(OutputReader):
         return True
 
     def _read_escape(self) -> Reading[str]:
-        """What a backslash and what follows it stand for. Two halves of a character, as JSON writes it, are that character; one alone is none."""
+        """What a backslash and what follows it stand for. Two halves of a character, as JSON writes it,
+        are that character; one alone is none.
+        """
         char = yield from self._next()
         if char not in _CODE_LENGTHS:
             return _PYTHON_ESCAPES.get(char, "\\" + char)
@@ -429,7 +443,9 @@ class FamilyParser(OutputReader):
 
 
 def _as_object(value: str) -> str | None:
-    """Arguments that came before their name, were written as a string of JSON, or left out; None for what is no object."""
+    """Arguments that came before their name, were written as a string of JSON, or left out;
+    None for what is no object.
+    """
     if value in ("", "null"):
         return "{}"
     if not value.startswith('"'):

@@ -1,7 +1,8 @@
 """The grammar of calls that are written as Python writes them: `name(city="Paris", days=2)`.
 
-Each argument follows the schema of its parameter, and is written as JSON, of which Python's literals differ in three words only. A schema that says more of
-the arguments than what each is, such as that one needs another, cannot be taken apart: the call is then written `name(**{"city": "Paris", "days": 2})`.
+Each argument follows the schema of its parameter, and is written as JSON, of which Python's literals differ in three
+words only. A schema that says more of the arguments than what each is, such as that one needs another, cannot be taken
+apart: the call is then written `name(**{"city": "Paris", "days": 2})`.
 """
 
 import json

@@ -1,8 +1,9 @@
 """What the parsers of all families have in common: the output as one text that is read while it comes.
 
-A mark that is a token stands in that text as a sign of its own that no text holds (a lone surrogate): a model that merely spells a mark has written text.
-A parser is a program over the text which stops where the text ends so far, and goes on there. Whatever it decides, it decides by the text and never by where
-a piece of it ended, so how it is cut changes nothing.
+A mark that is a token stands in that text as a sign of its own that no text holds (a lone surrogate): a model that
+merely spells a mark has written text. A parser is a program over the text which stops where the text ends so far, and
+goes on there. Whatever it decides, it decides by the text and never by where a piece of it ended,
+so how it is cut changes nothing.
 """
 
 import re
@@ -151,8 +152,8 @@ class OutputReader(ABC):
     def _read_text(
         self, kind: TextKind, tell: Callable[[str], None], marks: Sequence[str]
     ) -> Reading[str | None]:
-        """Tells all text, of this kind, up to one of `marks`, which it returns; None if the output ends before. Where some was told and nothing waits,
-        what cannot begin a mark can only be more of it, and is not read here.
+        """Tells all text, of this kind, up to one of `marks`, which it returns; None if the output ends before. Where
+        some was told and nothing waits, what cannot begin a mark can only be more of it, and is not read here.
         """
         pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
         first = "".join(re.escape(mark[0]) for mark in marks if mark not in self._spelt)
@@ -222,7 +223,9 @@ class OutputReader(ABC):
         return (yield from self._accept(text))
 
     def _read_until(self, text: str, longest: int | None = None) -> Reading[str | None]:
-        """What stands before `text`, which is read too; None if the output ends before it, or more than `longest` characters do."""
+        """What stands before `text`, which is read too; None if the output ends before it,
+        or more than `longest` characters do.
+        """
         read: list[str] = []
         while not (yield from self._accept(text)):
             char = yield from self._next()

@@ -1,6 +1,7 @@
 """Which of several routers plans: the one that holds a lease in Redis, or the only router itself.
 
-While Redis is away nobody plans: roles stay what they are. What lies there can do no more than keep every planner standing by.
+While Redis is away nobody plans: roles stay what they are.
+What lies there can do no more than keep every planner standing by.
 """
 
 from contextlib import suppress

@@ -1,4 +1,6 @@
-"""What a router's planner looks at: what the workers have to do, by their reports, by this router's own legs and by its forecasts."""
+"""What a router's planner looks at: what the workers have to do, by their reports,
+by this router's own legs and by its forecasts.
+"""
 
 from baton.ids import Role
 from router.roles.planner import Look, WorkerLook
@@ -12,8 +14,8 @@ def look_at(view: ClusterView, now_s: float, *, waiting: int = 0) -> Look:
     Args:
         view: The connected workers.
         now_s: The time.
-        waiting: Requests in the router's line. While every prefill worker has a prompt they wait for one of those, else for a place
-            on a decode worker.
+        waiting: Requests in the router's line. While every prefill worker has a prompt they wait for one of those, else
+            for a place on a decode worker.
     """
     usable = set(view.usable(now_s))
     promised = [w.tightest_tbt_s for w in view.workers if w.tightest_tbt_s is not None]

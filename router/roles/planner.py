@@ -1,12 +1,13 @@
 """Decides which worker changes its role, from what the workers have to do: the pure core of roles that follow the load.
 
-Each pool has a *pressure*: 1 is as much as it may have. A prefill pool's is the work that comes to it, and what has piled up, per worker; a
-decode pool's is the time of a step against its target, or the share of its places or pages that is taken, whichever is most. Both are
-predicted for any number of workers, so that it is known beforehand what a flip would do to the pool that gives a worker (N/(N-1) of
-its load on each that is left) and to the one that gets it.
+Each pool has a *pressure*: 1 is as much as it may have. A prefill pool's is the work that comes to it, and what has
+piled up, per worker; a decode pool's is the time of a step against its target, or the share of its places or pages that
+is taken, whichever is most. Both are predicted for any number of workers, so that it is known beforehand what a flip
+would do to the pool that gives a worker (N/(N-1) of its load on each that is left) and to the one that gets it.
 
-A worker flips when the worse of the two pressures has been high for a while, and would be clearly lower afterwards, the time included in
-which the worker serves neither pool. Then nothing flips for a while. What is decided, and why, is said in words.
+A worker flips when the worse of the two pressures has been high for a while, and would be clearly lower afterwards, the
+time included in which the worker serves neither pool. Then nothing flips for a while. What is decided, and why,
+is said in words.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ class PlannerPolicy:
     """When a worker flips.
 
     Attributes:
-        ttft_s: Time to first token to aim at, for requests whose class promises none: what has piled up is to be computed in it.
+        ttft_s: Time to first token to aim at, for requests whose class promises none:
+            what has piled up is to be computed in it.
         tbt_s: Time between tokens to aim at where no request was promised one.
         high: Pressure above which a flip is considered.
         gain: By so much, of the worse pressure, a flip must lower it.
@@ -117,8 +119,8 @@ class Pressures:
 class RolePlanner:
     """Looks at the cluster again and again, and says now and then that a worker is to flip.
 
-    Pure: no sockets, no clock; time comes in as `now_s`. The owner carries a flip out and tells how it went with `flipped`; until then
-    there is no other. Not thread-safe.
+    Pure: no sockets, no clock; time comes in as `now_s`. The owner carries a flip out and tells how it went with
+    `flipped`; until then there is no other. Not thread-safe.
 
     Args:
         policy: When a worker flips.
@@ -227,15 +229,17 @@ class RolePlanner:
             self._mean[name] = before + share * (value - before)
 
     def _prefill_pressure(self, workers: int) -> float:
-        """With so many: the share of time for which they compute, and what has piled up against the time to first token."""
+        """With so many: the share of time for which they compute,
+        and what has piled up against the time to first token.
+        """
         if workers == 0:
             return float("inf")
         piled_up = self._mean["backlog_s"] / self._policy.ttft_s
         return (self._mean["busy"] + piled_up) / workers
 
     def _decode_pressure(self, look: Look, pool: Sequence[WorkerLook], workers: int) -> float:
-        """With so many: the time of a step against its target, or places, or pages. A longer step holds sequences for longer, so that
-        there are more of them (Little's law).
+        """With so many: the time of a step against its target, or places, or pages. A longer step holds sequences for
+        longer, so that there are more of them (Little's law).
         """
         if workers == 0 or not pool:
             return float("inf")

@@ -1,4 +1,6 @@
-"""Has the planner look once per second, carries its flips out, and tells what it finds: the asyncio shell around `planner.py`."""
+"""Has the planner look once per second, carries its flips out, and tells what it finds:
+the asyncio shell around `planner.py`.
+"""
 
 import asyncio
 import secrets
@@ -100,7 +102,9 @@ class RolePlanning:
         self._planner.pin(worker, self._clock.now_s())
 
     def hold(self, held: bool, *, by: str) -> str:
-        """Changes no roles from now on, or goes on; why it cannot be told so, or nothing. A change that was begun is ended as it was meant."""
+        """Changes no roles from now on, or goes on; why it cannot be told so, or nothing.
+        A change that was begun is ended as it was meant.
+        """
         if self._standing_by:
             return self._standing_by
         self._held = f"held by {by}" if held else ""

@@ -1,7 +1,8 @@
 """Prompts as the prefix index knows them: the fingerprints of their blocks, in order.
 
-Each block's key is a hash over the key before it, a microsecond and more per block: a prompt of a million tokens takes a tenth of a
-second. So a long prompt is hashed some blocks at a time before it is dispatched (`PromptHasher`); a short one where it is placed.
+Each block's key is a hash over the key before it, a microsecond and more per block: a prompt of a million tokens takes
+a tenth of a second. So a long prompt is hashed some blocks at a time before it is dispatched (`PromptHasher`);
+a short one where it is placed.
 """
 
 import asyncio
@@ -40,8 +41,8 @@ class PromptHasher:
         self._turn = asyncio.Lock()
 
     async def chains(self, prompt: Prompt) -> Mapping[int, Fingerprints]:
-        """A long prompt's chain for each layout group; none of a short prompt. Of all prompts that are hashed at a time one has its
-        turn in each round of the event loop.
+        """A long prompt's chain for each layout group; none of a short prompt. Of all prompts that are hashed at a time
+        one has its turn in each round of the event loop.
         """
         if len(prompt.prompt_tokens) <= _SHORT_TOKENS:
             return {}

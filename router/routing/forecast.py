@@ -1,7 +1,7 @@
 """What a worker will take for its work: coefficients learned from what it took, and what the router has queued there.
 
-Every `WorkerView` has a `Forecast`. Measurements come with the messages of legs (`router.dispatch.dispatcher`) and with load
-reports; the policy `predictive` reads the flat numbers, which are there so that pricing a worker takes a few
+Every `WorkerView` has a `Forecast`. Measurements come with the messages of legs (`router.dispatch.dispatcher`) and with
+load reports; the policy `predictive` reads the flat numbers, which are there so that pricing a worker takes a few
 multiplications.
 """
 
@@ -50,8 +50,8 @@ class Link(LinkRecord):
     """Bandwidth and fixed cost of handing KV over, for one pair of workers or for all of them.
 
     Pages leave layer by layer while the prompt is computed, so mostly only the last ones are seen to take time: such a
-    hand-off says what the fixed cost is and that the bandwidth is at least so high. One that outlasted the computing says
-    what the bandwidth is.
+    hand-off says what the fixed cost is and that the bandwidth is at least so high. One that outlasted the computing
+    says what the bandwidth is.
 
     Args:
         like: Where to begin; an ordinary fast network if None.
@@ -153,7 +153,9 @@ class ForecastRecord(ctypes.Structure):
 
 
 class Fleet:
-    """What all workers have in common: where a new one's coefficients begin, and what is known of links not used yet."""
+    """What all workers have in common: where a new one's coefficients begin,
+    and what is known of links not used yet.
+    """
 
     def __init__(self) -> None:
         self.prefill = Fit(_PREFILL_PRIOR)

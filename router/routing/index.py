@@ -71,9 +71,9 @@ class ExpectedBlocks:
     """Chains on their way, by the columns of the workers they were sent to.
 
     Of a chain only some blocks are noted: the first ones, every 32nd and the last. Depths are found by bisection over
-    these, in time that grows with the logarithm of the chain, and are too small by 31 blocks at most. A note lives for 30 to 60
-    seconds, or until the worker reports that it gave the block up: by then it has computed the prompt and reported it,
-    or it never will.
+    these, in time that grows with the logarithm of the chain, and are too small by 31 blocks at most. A note lives for
+    30 to 60 seconds, or until the worker reports that it gave the block up: by then it has computed the prompt and
+    reported it, or it never will.
 
     Args:
         operations: Implementation of the hot part of the two tables, of recent and of older notes.
@@ -137,10 +137,10 @@ class PrefixIndex:
     """Block key to the set of its holders.
 
     Pure and single-threaded; time comes in as `now_s`. Depths by reports are exact: so many leading blocks the holder
-    has reported and not reported gone. More than that is promised only by expectation, of a worker that was just sent the
-    prompt (`ExpectedBlocks`), and for no longer than a minute. A holder has a *slot*, stable while it is admitted, and a column of the table, which it
-    changes with every snapshot: leaving and starting over cost nothing at the time, the table is cleared of
-    many columns at once.
+    has reported and not reported gone. More than that is promised only by expectation, of a worker that was just sent
+    the prompt (`ExpectedBlocks`), and for no longer than a minute. A holder has a *slot*, stable while it is admitted,
+    and a column of the table, which it changes with every snapshot: leaving and starting over cost nothing at the time,
+    the table is cleared of many columns at once.
 
     Args:
         max_blocks: Blocks remembered at most. With more, new ones are not taken up, and counted as lost.

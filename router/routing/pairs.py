@@ -1,9 +1,11 @@
-"""Which pairs of workers cannot hand KV over, though each of the two may be well: until their link is known to work again, or for good.
+"""Which pairs of workers cannot hand KV over, though each of the two may be well:
+until their link is known to work again, or for good.
 
-A pair whose link carries nothing (a partition, a port that a filter swallows) gets no request until the prefill worker has tried the
-link without one: after pauses that grow with each failure, and with some chance in them, since one partition breaks many pairs at once.
-A pair that does not fit stays apart until one of the two is started anew. Meanwhile the policy chooses among the other pairs, or has
-the decode worker compute the prompt itself, which it always can.
+A pair whose link carries nothing (a partition, a port that a filter swallows) gets no request until the prefill worker
+has tried the link without one: after pauses that grow with each failure, and with some chance in them, since one
+partition breaks many pairs at once. A pair that does not fit stays apart until one of the two is started anew.
+Meanwhile the policy chooses among the other pairs, or has the decode worker compute the prompt itself,
+which it always can.
 """
 
 from collections import Counter
@@ -21,7 +23,9 @@ PairKey = tuple[WorkerIdentity, WorkerIdentity]
 
 _NEVER = float("inf")
 _PROBE_S = 30.0
-"""A probe without an outcome has failed after this long: twice what its worker takes at most to connect and to map the memory."""
+"""A probe without an outcome has failed after this long:
+twice what its worker takes at most to connect and to map the memory.
+"""
 _MAX_PROBES = 32
 """Under way at once; the others wait for their turn."""
 _JITTER = 0.25
@@ -85,8 +89,8 @@ class BrokenPairs:
         """A request's hand-off failed by the way between the two.
 
         Returns:
-            Seconds until the first probe, infinitely many if the two do not fit; None where the pair is broken already, since hand-offs
-            that began together fail together.
+            Seconds until the first probe, infinitely many if the two do not fit; None where the pair is broken already,
+            since hand-offs that began together fail together.
         """
         if (prefill, decode) in self._broken:
             return None
@@ -95,7 +99,9 @@ class BrokenPairs:
         return broken.next_s - now_s
 
     def due(self, now_s: float) -> list[PairKey]:
-        """Pairs whose links are to be probed now; `probed` is to tell the outcome of each. Those that were not answered count as failed."""
+        """Pairs whose links are to be probed now; `probed` is to tell the outcome of each.
+        Those that were not answered count as failed.
+        """
         under_way = 0
         for broken in self._broken.values():
             if broken.probed and now_s >= broken.next_s:

@@ -102,8 +102,8 @@ def _whole(
     depths: _Depths,
     places: Sequence[int],
 ) -> None:
-    """Raises `depths` to how many leading fingerprints each column of `live` holds, where holding one means to hold those
-    before it. Only the fingerprints at `places` are looked at, by halves.
+    """Raises `depths` to how many leading fingerprints each column of `live` holds, where holding one means to hold
+    those before it. Only the fingerprints at `places` are looked at, by halves.
     """
     # Spans (low, high] of positions with the sets at both ends; -1 stands for the empty chain.
     spans = [(-1, len(places), _number(live), 0)]
@@ -124,8 +124,8 @@ def _whole(
 
 
 def _ragged(memory: TableMemory, fingerprints: Fingerprints, live: Words, depths: _Depths) -> None:
-    """The same where that does not follow: looks at every 16th block, and at each where columns end. A hole between two that are
-    looked at may be passed over.
+    """The same where that does not follow: looks at every 16th block, and at each where columns end. A hole between two
+    that are looked at may be passed over.
     """
     low, at_low = -1, _number(live)
     while at_low:
@@ -138,7 +138,9 @@ def _ragged(memory: TableMemory, fingerprints: Fingerprints, live: Words, depths
 def _follow(
     memory: TableMemory, fingerprints: Fingerprints, at: int, ends: int, depths: _Depths
 ) -> None:
-    """The columns `ends` hold the block before `fingerprints`, which begin at position `at`, and not the one after them."""
+    """The columns `ends` hold the block before `fingerprints`, which begin at position `at`,
+    and not the one after them.
+    """
     for depth, block in enumerate(fingerprints, at):
         if not ends:
             return

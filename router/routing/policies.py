@@ -106,8 +106,8 @@ class AdditivePolicy:
     def pair(
         self, workers: Collection[WorkerView], demand: Demand, rng: Random
     ) -> Pair | Unavailable:
-        """The cheapest way. A decode worker prefills for itself only when no other worker can, a prefill worker decodes only then; a
-        hybrid one does both whenever that is cheaper.
+        """The cheapest way. A decode worker prefills for itself only when no other worker can, a prefill worker decodes
+        only then; a hybrid one does both whenever that is cheaper.
         """
         decoders = demand.decoders(workers)
         if not decoders:
@@ -265,10 +265,10 @@ class AtRandom:
 class Session:
     """The same workers for every request of a session, whatever their load, as long as they are there.
 
-    A session is what the request's `X-Baton-Session` header names, else its `user` field, both within the tenant's scope;
-    a request with neither is of the session of its first tokens (`router.dispatch.placement`), so that prompts that begin alike
-    stay together. Rendezvous hashing: all routers choose alike without talking to each other, and a worker that comes
-    or goes moves only its own share.
+    A session is what the request's `X-Baton-Session` header names, else its `user` field, both within the tenant's
+    scope; a request with neither is of the session of its first tokens (`router.dispatch.placement`), so that prompts
+    that begin alike stay together. Rendezvous hashing: all routers choose alike without talking to each other, and a
+    worker that comes or goes moves only its own share.
     """
 
     uses_prefix = False
@@ -301,8 +301,8 @@ def policy_named(
     """The policy of that name, or one of the operator's own.
 
     Args:
-        name: As in the configuration: a name, or `package.module:Class` of a `Policy` or of `WorkerPrices`. The class is
-            imported and called without arguments, once.
+        name: As in the configuration: a name, or `package.module:Class` of a `Policy` or of `WorkerPrices`. The class
+            is imported and called without arguments, once.
         local_prefill: When `predictive` may have a decode worker compute a prompt.
         rng: What `random` draws from; one of its own if None.
 

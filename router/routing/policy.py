@@ -1,7 +1,7 @@
 """What a policy is: given the workers that may be used and what a request asks, it says which worker runs which leg.
 
-Policies are small pure classes, chosen by name or loaded from outside (`router.routing.policies`). They see workers through
-`WorkerView`s and prompts through a `Demand`, and answer with a `Pair`.
+Policies are small pure classes, chosen by name or loaded from outside (`router.routing.policies`). They see workers
+through `WorkerView`s and prompts through a `Demand`, and answer with a `Pair`.
 """
 
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -17,8 +17,8 @@ from router.routing.view import WorkerView
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks of its workers. Every decision makes one: no dataclass, which takes several times as long to make.
-    So with `Pair`.
+    """What a request asks of its workers. Every decision makes one: no dataclass, which takes several times as long to
+    make. So with `Pair`.
 
     Attributes:
         tokens: Tokens whose KV must exist before the next one is drawn.
@@ -57,7 +57,9 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decoders_of(workers: Collection[WorkerView]) -> Sequence[WorkerView]:
-    """Those of `workers` that decode by their role. Where none is left all of them: a prefill worker can run a whole request, too."""
+    """Those of `workers` that decode by their role. Where none is left all of them:
+    a prefill worker can run a whole request, too.
+    """
     return [worker for worker in workers if worker.can_decode] or tuple(workers)
 
 

@@ -1,7 +1,7 @@
 """The nodes of the pool as routing sees them: holders in the prefix index from which the workers of a host can fetch.
 
-A node computes nothing and is never chosen. What it holds counts for those workers that say they map its memory, and only for
-that start of it which they map.
+A node computes nothing and is never chosen. What it holds counts for those workers that say they map its memory, and
+only for that start of it which they map.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,5 @@
-"""The policy `predictive`: prefill and decode worker chosen together, by the time that the request and others will wait.
+"""The policy `predictive`: prefill and decode worker chosen together,
+by the time that the request and others will wait.
 
 The cost of a choice is in seconds:
 
@@ -7,15 +8,15 @@ The cost of a choice is in seconds:
     + room          waiting until D has pages, and a place in its batch
     + harm          what others lose whose tokens wait while a worker that decodes computes this prompt
 
-The cheapest choice wins; within a millisecond the one with fewer legs, and then chance. A short or mostly cached prompt may
-be computed by the decode worker itself, within the bounds of `LocalPrefill`.
+The cheapest choice wins; within a millisecond the one with fewer legs, and then chance. A short or mostly cached prompt
+may be computed by the decode worker itself, within the bounds of `LocalPrefill`.
 
-One look at each worker gives both sides' costs. The link from P to D is charged for the best few of either side only, in
-ascending order, until no pair can become cheaper: a link can but add. So a decision takes time in proportion to the
+One look at each worker gives both sides' costs. The link from P to D is charged for the best few of either side only,
+in ascending order, until no pair can become cheaper: a link can but add. So a decision takes time in proportion to the
 number of workers, not of pairs.
 
-This module is the policy in Python, from the terms of the cost to the choice. `router.routing.pricing` computes the same
-costs in C, to the last bit; a change to one is a change to both, and a test compares them.
+This module is the policy in Python, from the terms of the cost to the choice. `router.routing.pricing` computes the
+same costs in C, to the last bit; a change to one is a change to both, and a test compares them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
@@ -212,7 +213,9 @@ class Candidates:
 
 
 Priced = tuple[int, int, float, float, WorkerView]
-"""Whole milliseconds, legs, chance: so they sort by cost, then fewer legs, then at random. Then the cost itself, and the worker."""
+"""Whole milliseconds, legs, chance: so they sort by cost, then fewer legs, then at random. Then the cost itself,
+and the worker.
+"""
 
 
 class Option(msgspec.Struct, frozen=True):

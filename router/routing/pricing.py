@@ -1,7 +1,7 @@
 """The costs of `router.routing.predictive` in C: one call of `pricing.c` per decision and layout.
 
-The C function goes through the records in which workers and forecasts keep their numbers (`WorkerView`, `Forecast`), and
-writes what it expects of its choice into a record that is read when it is asked for. Beside numpy: docs/adr/0018.
+The C function goes through the records in which workers and forecasts keep their numbers (`WorkerView`, `Forecast`),
+and writes what it expects of its choice into a record that is read when it is asked for. Beside numpy: docs/adr/0018.
 """
 
 import ctypes

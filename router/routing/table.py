@@ -1,13 +1,14 @@
-"""The prefix index's memory: which holders have each block, one bit per holder, in 40 to 80 bytes per block for 128 holders.
+"""The prefix index's memory: which holders have each block, one bit per holder,
+in 40 to 80 bytes per block for 128 holders.
 
-A hash table that grows, a little with each report that needs it so that nothing waits for it, and widens. What is done to it
-for every report and every decision is written twice: in C (`table.c`, `router.routing.native_table`), and for machines without
-a compiler in Python (`router.routing.plain_table`).
+A hash table that grows, a little with each report that needs it so that nothing waits for it, and widens. What is done
+to it for every report and every decision is written twice: in C (`table.c`, `router.routing.native_table`), and for
+machines without a compiler in Python (`router.routing.plain_table`).
 
-A block is known by its *fingerprint*, the first 8 bytes of its key, which are already uniformly random: that any two among a
-million blocks have the same has odds of one in thirty million, and a wrong answer costs a wrong guess. A fingerprint lies in
-one of two buckets of 8 (half of its bits name one, half the other), so that a lookup is two cache lines at most, and a
-removal leaves no trace.
+A block is known by its *fingerprint*, the first 8 bytes of its key, which are already uniformly random: that any two
+among a million blocks have the same has odds of one in thirty million, and a wrong answer costs a wrong guess. A
+fingerprint lies in one of two buckets of 8 (half of its bits name one, half the other), so that a lookup is two cache
+lines at most, and a removal leaves no trace.
 """
 
 import ctypes
@@ -59,7 +60,9 @@ def fingerprints_of(keys: bytes) -> Fingerprints:
 
 
 class Split(NamedTuple):
-    """Buckets `first` to `last` share their entries with those that stand `before` places further on: so many there were."""
+    """Buckets `first` to `last` share their entries with those that stand `before` places further on:
+    so many there were.
+    """
 
     before: int
     first: int
@@ -67,11 +70,12 @@ class Split(NamedTuple):
 
 
 class TableMemory(ctypes.Structure):
-    """A bucket's fingerprints, 0 where empty, stand before its sets: close together, for looking one up is waiting for memory.
+    """A bucket's fingerprints, 0 where empty, stand before its sets: close together,
+    for looking one up is waiting for memory.
 
-    Buckets are split one by one, in order, until there are twice as many (linear hashing): half of their names then say so by
-    one bit more. They lie in one array with room for as many as there may ever be; the system gives memory only for
-    those that were written to, so that a table neither moves when it grows nor leaves an old one behind.
+    Buckets are split one by one, in order, until there are twice as many (linear hashing): half of their names then say
+    so by one bit more. They lie in one array with room for as many as there may ever be; the system gives memory only
+    for those that were written to, so that a table neither moves when it grows nor leaves an old one behind.
 
     Its counts lie in a record as `table.c` has it.
 
@@ -251,7 +255,8 @@ class TableOperations(Protocol):
         """Writes to `held` how many leading blocks of a chain, not empty, each holder has reported, or is expected to
         have by the notes that stand at the places `noted`; a block counts for `unit`. A holder of none is left out.
 
-        Takes time with the logarithm of the chain, for each different depth; where columns are ragged, with a 16th of the chain.
+        Takes time with the logarithm of the chain, for each different depth; where columns are ragged,
+        with a 16th of the chain.
         """
 
     def add(
@@ -262,8 +267,8 @@ class TableOperations(Protocol):
         begin: int,
         column: int,
     ) -> int:
-        """Adds `column` to the sets of the fingerprints, or of those at the places `noted`, from the one numbered `begin` on;
-        returns the first one for which there is no place.
+        """Adds `column` to the sets of the fingerprints, or of those at the places `noted`, from the one numbered
+        `begin` on; returns the first one for which there is no place.
         """
 
     def discard(self, memory: TableMemory, fingerprints: Fingerprints, column: int) -> None:
@@ -329,7 +334,9 @@ class BlockTable:
         memory.used, memory.limit = used, limit
 
     def add(self, fingerprints: Fingerprints, column: int, noted: Places | None = None) -> int:
-        """Adds `column` to the sets of all `fingerprints`, or of those at the places `noted`; returns how many found no room."""
+        """Adds `column` to the sets of all `fingerprints`, or of those at the places `noted`;
+        returns how many found no room.
+        """
         count = len(fingerprints if noted is None else noted)
         done, lost = 0, 0
         while (
@@ -344,7 +351,9 @@ class BlockTable:
         self._operations.discard(self.memory, fingerprints, column)
 
     def keep_columns(self, live: Words) -> None:
-        """Takes every column that is not in `live` out of all sets, and forgets empty ones. Looks at the whole table."""
+        """Takes every column that is not in `live` out of all sets, and forgets empty ones.
+        Looks at the whole table.
+        """
         memory = self.memory
         memory.sets &= live
         memory.fingerprints[~memory.sets.any(axis=2)] = 0

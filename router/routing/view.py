@@ -294,9 +294,10 @@ class ClusterView:
         return self._index.apply(identity, report) is ReportOutcome.GAP
 
     def usable(self, now_s: float) -> tuple[WorkerView, ...]:
-        """Those that may be given new work: neither draining nor stalled nor suspected, nor left out for failing. Where all
-        fail they are tried all the same: otherwise no request would be served. Where all of a role fail, but not all workers, the
-        others run whole requests. Where none is left but workers that are about to change their role, one of those does.
+        """Those that may be given new work: neither draining nor stalled nor suspected, nor left out for failing. Where
+        all fail they are tried all the same: otherwise no request would be served. Where all of a role fail, but not
+        all workers, the others run whole requests. Where none is left but workers that are about to change their role,
+        one of those does.
         """
         if not self._open and not self._leaving:
             if now_s > self._ready_until_s:
@@ -358,7 +359,9 @@ class ClusterView:
         self.pools.check_integrity()
 
     def _between_roles(self, heard_s: float) -> tuple[WorkerView, ...]:
-        """A worker that drains for another role, if there is one: just one, for it takes no legs but whole generations."""
+        """A worker that drains for another role, if there is one: just one,
+        for it takes no legs but whole generations.
+        """
         found = [w for w in self.workers if w.load.changing_role and w.heard_s >= heard_s]
         return (min(found, key=lambda worker: worker.legs),) if found else ()
 

@@ -1,4 +1,6 @@
-"""What /metrics reads from the router's own parts whenever it is scraped: index, decisions, restarts, the workers' reports."""
+"""What /metrics reads from the router's own parts whenever it is scraped: index, decisions, restarts,
+the workers' reports.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 

@@ -1,7 +1,7 @@
 """What the router counts. Names that dashboards for vLLM know keep that spelling; the rest is `baton_*`.
 
-All label values come from fixed sets: served model name, known routes, status codes, finish reasons, phases, the classes
-that the operator named.
+All label values come from fixed sets: served model name, known routes, status codes, finish reasons, phases, the
+classes that the operator named.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,6 +1,6 @@
-"""A child process that is asked over a socket pair, one message at a time: for what would hold the event loop up, or needs bounds of
-the operating system. The program runs by its path in an isolated interpreter, without this process's environment; it reads and writes
-messages as `router.templates.sandbox` does.
+"""A child process that is asked over a socket pair, one message at a time: for what would hold the event loop up, or
+needs bounds of the operating system. The program runs by its path in an isolated interpreter, without this process's
+environment; it reads and writes messages as `router.templates.sandbox` does.
 """
 
 import os

@@ -1,7 +1,9 @@
-"""Renders chat templates in child processes, so that a template can neither hold the router up nor use up its memory (ADR 0015).
+"""Renders chat templates in child processes, so that a template can neither hold the router up nor use up its memory
+(ADR 0015).
 
-A child (`router.templates.sandbox`) starts with the first conversation, and another with each that is rendered at the same
-moment; they are kept. A child that takes too long is killed, one that ran out of memory is ended; the next conversation has a new one.
+A child (`router.templates.sandbox`) starts with the first conversation, and another with each that is rendered at the
+same moment; they are kept. A child that takes too long is killed, one that ran out of memory is ended;
+the next conversation has a new one.
 """
 
 import json
@@ -22,7 +24,9 @@ from router.templates import sandbox
 from router.templates.child import AskedProcess
 
 ChatMessage = Mapping[str, Any]
-"""What a template sees of one message: `role` and `content`, texts, and where given `name`, `tool_call_id` and `tool_calls`."""
+"""What a template sees of one message: `role` and `content`, texts, and where given `name`,
+`tool_call_id` and `tool_calls`.
+"""
 
 MAX_RENDER_S = 10.0
 """How long one conversation may take."""
@@ -31,8 +35,9 @@ MAX_RENDERED_CHARS = 64 * 1024 * 1024
 """The longest text that may be made of it."""
 
 MAX_MEMORY_BYTES = 512 * 1024 * 1024
-"""Address space of a child: room for four times the text that fits into the largest body (`router.max_body_bytes` as it is by
-default), at four bytes a character."""
+"""Address space of a child: room for four times the text that fits into the largest body (`router.max_body_bytes` as it
+is by default), at four bytes a character.
+"""
 
 _MAX_REASON_BYTES = 4096
 _IS_TEMPLATE = re.compile(r"[{}\n]")

@@ -1,9 +1,10 @@
 """The process in which a model's chat template is rendered, started by `router.templates.renderer` (ADR 0015).
 
-A template comes with its model, and what it multiplies may come from a client. jinja2's sandbox keeps it from the interpreter;
-limits of the operating system bound what it may use: memory, processor time, no files, no processes. This file runs by its path
-in an isolated interpreter, so it imports the standard library and jinja2 and nothing else. It talks over the stream socket that
-is its standard input; each message is its length (8 bytes, little-endian) and its bytes:
+A template comes with its model, and what it multiplies may come from a client. jinja2's sandbox keeps it from the
+interpreter; limits of the operating system bound what it may use: memory, processor time, no files, no processes. This
+file runs by its path in an isolated interpreter, so it imports the standard library and jinja2 and nothing else. It
+talks over the stream socket that is its standard input; each message is its length (8 bytes, little-endian) and its
+bytes:
 
     parent → child   {"source", "special_tokens", "content_format", "max_chars", "limit_s", "memory_bytes"}      once
     child → parent   nothing, when it is ready
@@ -51,8 +52,8 @@ class ChatTemplate:
         source: The template.
         special_tokens: Texts that it is given by their names, such as `bos_token`.
         max_chars: The longest text that it may make.
-        content_format: What it is given as the content of a message: `string` for its text, `openai` for a list with one
-            part that holds it, `auto` for what the template asks for.
+        content_format: What it is given as the content of a message: `string` for its text, `openai` for a list with
+            one part that holds it, `auto` for what the template asks for.
     """
 
     def __init__(
@@ -127,8 +128,8 @@ def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Of roles that only some templates know, every message must show, as text or as JSON: others leave out what they do not
-    know.
+    """Of roles that only some templates know, every message must show, as text or as JSON: others leave out what they
+    do not know.
     """
     for message in messages:
         role, content = message["role"], message["content"].strip()
@@ -147,7 +148,9 @@ def parsed(source: str) -> Template:
 
 
 def _reads_parts_only(template: Template) -> bool:
-    """Whether a template goes through a message's content part by part, and does not ask first whether that is a text."""
+    """Whether a template goes through a message's content part by part,
+    and does not ask first whether that is a text.
+    """
     if any(test.name == "string" for test in template.find_all(Test)):
         return False
     named = {"content"} & {name.name for name in template.find_all(Name) if name.ctx == "store"}

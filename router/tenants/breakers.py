@@ -75,7 +75,9 @@ class TenantBreakers:
             breaker.check_integrity()
 
     def _meet(self, tenant_id: TenantId, now_s: float) -> tuple[Breaker, Outcomes]:
-        """A tenant's record, from its first request on: what went well before the first failure would else count for the others."""
+        """A tenant's record, from its first request on: what went well before the first failure would else count for
+        the others.
+        """
         if len(self._tenants) >= self._sweep_at:
             self._forget_old(now_s)
         breaker = Breaker(self._policy, name=tenant_id, story=self._story)

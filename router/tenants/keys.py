@@ -1,7 +1,7 @@
 """API keys: made here, kept as digests, found without telling how close a guess was.
 
-A key is 256 random bits, so that a plain SHA-256 of it is as good as a slow hash: there is nothing to guess. What people
-make up themselves is refused when it is short.
+A key is 256 random bits, so that a plain SHA-256 of it is as good as a slow hash: there is nothing to guess. What
+people make up themselves is refused when it is short.
 """
 
 import hashlib

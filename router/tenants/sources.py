@@ -1,4 +1,6 @@
-"""Where the tenants document comes from: a file, or Redis. Asked again and again, each gives it only when it changed."""
+"""Where the tenants document comes from: a file, or Redis. Asked again and again,
+each gives it only when it changed.
+"""
 
 import asyncio
 import hashlib
@@ -78,7 +80,8 @@ class FileSource:
 
 
 class RedisSource:
-    """One key: the document, sealed with the cluster's secret. What others put there, an older document or none at all changes nothing.
+    """One key: the document, sealed with the cluster's secret. What others put there,
+    an older document or none at all changes nothing.
 
     Args:
         redis: Where it is.

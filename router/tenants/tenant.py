@@ -47,7 +47,8 @@ class Tenant:
         slo_class: Name of the promise that its requests are held to.
         tenant_class: The value of metrics' `tenant_class` label; from a bounded set that the operator chose.
         limits: What it may use at most.
-        kv_bytes: KV that it may keep in the pool, on all nodes together; the nodes read it from the same document and enforce it.
+        kv_bytes: KV that it may keep in the pool, on all nodes together;
+            the nodes read it from the same document and enforce it.
         models: Names of the models that it may use; None for all.
         cache_scope: Scope of the prefix cache; equal only for tenants that the operator lets share one.
         audit_content: Its prompts and outputs stand in the audit log.

@@ -1,5 +1,5 @@
-"""Token ids back into text while they arrive: never half a character. `Detokenizer` decodes a sliding window of tokens and gives
-out what is certain; `router.text.stop_strings` watches that text.
+"""Token ids back into text while they arrive: never half a character. `Detokenizer` decodes a sliding window of tokens
+and gives out what is certain; `router.text.stop_strings` watches that text.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,15 @@
 """The process in which long texts are encoded, started by `router.text.long_texts`.
 
-It runs by its path in an isolated interpreter and talks over the stream socket that is its standard input; each message is its
-length (8 bytes, little-endian) and its bytes:
+It runs by its path in an isolated interpreter and talks over the stream socket that is its standard input; each message
+is its length (8 bytes, little-endian) and its bytes:
 
     parent → child   a bound on memory (8 bytes) and the tokenizer, as its library writes it     once
     child → parent   nothing, when it is ready
     parent → child   a byte that is 1 where special tokens are added, and the text in UTF-8      per text
     child → parent   the token ids, four bytes each, little-endian
 
-It gives way to the process that started it. The bound is on the address space that it takes besides the tokenizer: where that is
-used up it ends without an answer.
+It gives way to the process that started it. The bound is on the address space that it takes besides the tokenizer:
+where that is used up it ends without an answer.
 """
 
 import os

@@ -1,9 +1,10 @@
 """Encodes long texts in a child process, one after the other.
 
-The `tokenizers` package makes of each token several objects of some 150 bytes together, frees them while it keeps every thread of the
-process waiting, and gives the ids out as so many Python numbers. Of a million tokens that is a tenth of a second, and hundreds of
-megabytes which the process keeps. In a child (`router.text.encoding_child`) neither is the router's: what comes back is four bytes
-per token. A child that has encoded a very long text is ended, and its memory with it.
+The `tokenizers` package makes of each token several objects of some 150 bytes together, frees them while it keeps every
+thread of the process waiting, and gives the ids out as so many Python numbers. Of a million tokens that is a tenth of a
+second, and hundreds of megabytes which the process keeps. In a child (`router.text.encoding_child`) neither is the
+router's: what comes back is four bytes per token. A child that has encoded a very long text is ended,
+and its memory with it.
 """
 
 import asyncio
@@ -21,8 +22,9 @@ LONG_TEXT = 256 * 1024
 """Characters from which on a text is encoded here."""
 
 MAX_MEMORY_BYTES = 2 * 1024**3
-"""Of a child, besides its tokenizer: 256 bytes for each of the largest body (`router.max_body_bytes` as it is by default). The package
-takes up to 190."""
+"""Of a child, besides its tokenizer: 256 bytes for each of the largest body (`router.max_body_bytes` as it is by
+default). The package takes up to 190.
+"""
 
 MAX_ENCODE_S = 120.0
 """How long one text may take; 8 MiB take some five seconds on a core."""

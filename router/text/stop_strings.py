@@ -1,6 +1,7 @@
 """Stop strings: where a choice's text ends before its tokens do.
 
-One automaton per request, one small watch per choice: it keeps back what may yet turn out to be the beginning of a stop string.
+One automaton per request, one small watch per choice:
+it keeps back what may yet turn out to be the beginning of a stop string.
 """
 
 from collections import deque
@@ -10,8 +11,8 @@ from collections.abc import Sequence
 class StopStrings:
     """The stop strings of one request, as an automaton that all its choices share (Aho and Corasick, 1975).
 
-    A state is the longest end of a text with which a stop string begins; a character leads from one to the next. So a text is read
-    in time linear in its length, however many stop strings there are, and however nearly it matches them.
+    A state is the longest end of a text with which a stop string begins; a character leads from one to the next. So a
+    text is read in time linear in its length, however many stop strings there are, and however nearly it matches them.
 
     Args:
         stops: None of them empty.

@@ -1,8 +1,9 @@
 """Text into token ids: the first thing that happens to a request, and the last place that sees its text as a whole.
 
 The tokenizer and its chat template come from the model's directory (`baton.pretrained`). Threads may share the Rust
-tokenizer. Prompts take a while, so encoding and rendering run in a few threads of their own and never on the event loop. Chat
-templates are rendered in processes of their own (`router.templates.renderer`), long texts encoded in another (`router.text.long_texts`).
+tokenizer. Prompts take a while, so encoding and rendering run in a few threads of their own and never on the event
+loop. Chat templates are rendered in processes of their own (`router.templates.renderer`),
+long texts encoded in another (`router.text.long_texts`).
 """
 
 import asyncio
@@ -90,8 +91,8 @@ class Tokenizer:
         chat_template: str | None = None,
         content_format: str = "auto",
     ) -> "Tokenizer":
-        """Reads the tokenizer of a model's directory (a hub snapshot is one). A `chat_template` takes the place of the model's.
-        Blocks; call it at start.
+        """Reads the tokenizer of a model's directory (a hub snapshot is one). A `chat_template` takes the place of the
+        model's. Blocks; call it at start.
 
         Raises:
             ModelLoadError: There is none, or it cannot be read.
@@ -115,7 +116,8 @@ class Tokenizer:
     async def encode(
         self, text: str, *, add_special_tokens: bool, param: str = "prompt"
     ) -> PackedTokens:
-        """Token ids of `text`, which came in the field `param`. Special tokens written out in it become those tokens, as in vLLM.
+        """Token ids of `text`, which came in the field `param`.
+        Special tokens written out in it become those tokens, as in vLLM.
 
         Raises:
             InvalidRequestError: It takes too much time or memory.
@@ -165,8 +167,9 @@ class Tokenizer:
         return "".join([text async for text in self.decode_pieces(token_ids)])
 
     async def decode_pieces(self, token_ids: Sequence[int]) -> AsyncGenerator[str, None]:
-        """The same in pieces, each of whole characters. Some tokens are decoded at a time: the Rust decoder keeps every thread of this
-        process waiting."""
+        """The same in pieces, each of whole characters. Some tokens are decoded at a time: the Rust decoder keeps every
+        thread of this process waiting.
+        """
         decoder = Detokenizer(self.backend, frozenset())
         async with self._decoding:
             for begin in range(0, len(token_ids), _DECODED_AT_ONCE):

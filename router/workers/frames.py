@@ -46,8 +46,8 @@ from router.dispatch.events import (
 
 
 def events_of(worker: WorkerIdentity, frame: pb.Frame) -> list[Heard]:
-    """What a worker's frame says, but for its greeting. Plain tokens stay columns; legs with an end or log-probabilities in
-    this frame get a `DecodeTokens` each, samples' ends joined to their last tokens.
+    """What a worker's frame says, but for its greeting. Plain tokens stay columns; legs with an end or
+    log-probabilities in this frame get a `DecodeTokens` each, samples' ends joined to their last tokens.
 
     Raises:
         KeyError: An enum's number is none of ours.

@@ -230,7 +230,8 @@ class WorkerLink:
 
 
 class WorkerLinks:
-    """All links: to the addresses that are listed, and to those that discovery names. The greeting tells which worker lives there.
+    """All links: to the addresses that are listed, and to those that discovery names.
+    The greeting tells which worker lives there.
 
     Args:
         addresses: gRPC addresses of workers that are always asked, with or without a worker at the moment.

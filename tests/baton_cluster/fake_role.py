@@ -1,7 +1,7 @@
 """A child of the launcher that speaks the real protocol and serves nothing; what it does stands in its model's name.
 
-The launcher starts it as `python -m tests.baton_cluster.fake_role ROLE --name NAME --lifeline FD`. `model.model` is a list of
-`NAME:BEHAVIOUR`, separated by spaces.
+The launcher starts it as `python -m tests.baton_cluster.fake_role ROLE --name NAME --lifeline FD`. `model.model` is a
+list of `NAME:BEHAVIOUR`, separated by spaces.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A device that is not here: tensors on torch's `meta` device, and a mode that watches what touches them.
 
-What mixes tensors of host and device fails on a GPU, and on `meta` mostly does not. What brings a tensor to the host makes a GPU
-wait; here it brings zeros, and is counted.
+What mixes tensors of host and device fails on a GPU, and on `meta` mostly does not. What brings a tensor to the host
+makes a GPU wait; here it brings zeros, and is counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +55,9 @@ class Watched(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Notices what has torch bring Python's numbers to the device, with the host waiting, before any operation is seen."""
+    """Notices what has torch bring Python's numbers to the device, with the host waiting,
+    before any operation is seen.
+    """
 
     def __torch_function__(
         self,

@@ -1,5 +1,5 @@
-"""How near two ways to compute a model come to each other, as their clients see it: for tests of bfloat16, int8 weights and
-fp8 KV against float32.
+"""How near two ways to compute a model come to each other, as their clients see it: for tests of bfloat16, int8 weights
+and fp8 KV against float32.
 """
 
 from dataclasses import dataclass
@@ -57,8 +57,8 @@ def assert_near(
     delta: float,
     largest_delta: float,
 ) -> None:
-    """Asserts finite logits within bounds: at least `overlap`, at most the deltas (`Closeness`); and that something was rounded
-    at all, lest a test compares a computation with itself.
+    """Asserts finite logits within bounds: at least `overlap`, at most the deltas (`Closeness`); and that something was
+    rounded at all, lest a test compares a computation with itself.
     """
     assert torch.isfinite(rounded).all()
     found = closeness(exact, rounded)

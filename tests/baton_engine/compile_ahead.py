@@ -1,7 +1,8 @@
-"""Compiles Triton kernels for GPUs that are not here, in a process of its own: `python -m tests.baton_engine.compile_ahead 90 FOLDER`.
+"""Compiles Triton kernels for GPUs that are not here, in a process of its own:
+`python -m tests.baton_engine.compile_ahead 90 FOLDER`.
 
-Reads a JSON list of `Build`s, writes a JSON list of `Built`s. Its own process, because the tests' may have told Triton to
-interpret, which is settled when a kernel is defined.
+Reads a JSON list of `Build`s, writes a JSON list of `Built`s. Its own process, because the tests' may have told Triton
+to interpret, which is settled when a kernel is defined.
 """
 
 import importlib
@@ -58,7 +59,8 @@ class Built:
         shared_bytes: Per program.
         matrix_instructions: Hopper's (`HGMMA`) in the machine code.
         wide_loads: Those of 16 bytes (`LDG.E.128`).
-        buffers: Into which tiles of pages are fetched in turn: the fewest of any tensor; 0 where nothing is fetched ahead.
+        buffers: Into which tiles of pages are fetched in turn: the fewest of any tensor;
+            0 where nothing is fetched ahead.
     """
 
     registers: int

@@ -1,5 +1,5 @@
-// Holds the CPU kernels against plain loops in double, where there is no torch to hold them against: on a processor that is
-// emulated. Prints the largest error of each and fails where one is too large.
+// Holds the CPU kernels against plain loops in double, where there is no torch to hold them against: on a processor
+// that is emulated. Prints the largest error of each and fails where one is too large.
 
 #include <omp.h>
 

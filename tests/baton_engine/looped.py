@@ -39,7 +39,9 @@ class Noting:
 
 
 class AtOnce:
-    """A `GrammarCompiler` that has compiled when it returns, so that all prompts of a test are there in its first step."""
+    """A `GrammarCompiler` that has compiled when it returns,
+    so that all prompts of a test are there in its first step.
+    """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
@@ -62,7 +64,9 @@ def draw_all(
     grammars: GrammarCompiler | None = None,
     drafter: Drafter | None = None,
 ) -> tuple[dict[tuple[str, int], list[TokenSample]], int]:
-    """All that is drawn once every sequence has ended, by sequence and sample, and how many steps were launched ahead."""
+    """All that is drawn once every sequence has ended, by sequence and sample,
+    and how many steps were launched ahead.
+    """
     drawn: dict[tuple[str, int], list[TokenSample]] = {}
 
     def hear(told: StepEvents) -> None:

@@ -79,7 +79,9 @@ def prompt(
 
 @dataclass
 class World:
-    """One engine without thread and loop. `events` keeps all that was told, `output` the tokens by sequence and sample."""
+    """One engine without thread and loop. `events` keeps all that was told,
+    `output` the tokens by sequence and sample.
+    """
 
     limits: EngineLimits
     eos_ids: tuple[int, ...] = ()
@@ -204,7 +206,9 @@ class World:
         return events
 
     def check_plan(self, plan: StepPlan) -> None:
-        """What holds for every plan: budgets, one row per text, pages for all that is computed, no page written twice."""
+        """What holds for every plan: budgets, one row per text, pages for all that is computed,
+        no page written twice.
+        """
         limits = self.limits
         assert plan.rows
         assert sum(row.num_tokens for row in plan.rows) <= limits.max_num_batched_tokens
@@ -236,7 +240,9 @@ class World:
         assert not sources & set(targets)
 
     def _check_drafts(self, plan: StepPlan) -> None:
-        """Each stands behind the one before it, in a place of its own on a page that no other text reads or writes, and draws."""
+        """Each stands behind the one before it, in a place of its own on a page that no other text reads or writes,
+        and draws.
+        """
         behind: dict[int, tuple[int, ...]] = {}
         for row in plan.rows:
             if not row.draft:
@@ -301,7 +307,9 @@ class World:
 
 
 def hand_off(source: World, target: World, seq_id: SeqId) -> None:
-    """Copies what the source exported into the pages that the target reserved, except those it holds, and starts there."""
+    """Copies what the source exported into the pages that the target reserved, except those it holds,
+    and starts there.
+    """
     (reserved,) = target.told(Reserved, seq_id)
     for export in source.exports(seq_id):
         for index, page in enumerate(export.blocks, start=export.first_block):

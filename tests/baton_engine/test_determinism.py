@@ -1,4 +1,6 @@
-"""The same request, the same bits: tokens and log-probabilities compared exactly, over everything that may happen around it."""
+"""The same request, the same bits: tokens and log-probabilities compared exactly,
+over everything that may happen around it.
+"""
 
 from dataclasses import dataclass, replace
 from threading import Event
@@ -53,8 +55,8 @@ def engines(request, tmp_path_factory):
     if kind.quantization == "int8" and not multiplies_int8():
         pytest.skip("this processor has no AVX-512 VNNI, or the kernels are not built")
     path = tmp_path_factory.mktemp("model")
-    # Widths that no vector divides, for what is left over is computed by other instructions; and one so large that oneDNN
-    # divides its sum by the number of rows.
+    # Widths that no vector divides, for what is left over is computed by other instructions; and one so large that
+    # oneDNN divides its sum by the number of rows.
     make_model(
         path,
         kind.family,
@@ -207,7 +209,9 @@ def test_the_prompts_own_probabilities(engines):
 def test_without_the_mode_a_text_that_goes_on_elsewhere_has_the_bits_of_one_left_alone(
     tmp_path, kind: str, had: int
 ):
-    """Where products give a row the same bits whatever their number: what was generated before is attended as when it was decoded."""
+    """Where products give a row the same bits whatever their number:
+    what was generated before is attended as when it was decoded.
+    """
     chosen = KINDS[kind]
     if not _products_keep_rows_apart(chosen):
         pytest.skip("this processor's products depend on the number of rows")

@@ -83,7 +83,9 @@ ASKED = st.builds(
 def test_any_schedule_draws_what_a_text_alone_draws_without_a_drafter(
     asked, block_tokens, pages_tokens, budget, caching, ends, num_drafts, wrongly, aborted
 ):
-    """The drafter reads its pages too: a copy, a page found or a place behind the text that it has not written is told."""
+    """The drafter reads its pages too: a copy,
+    a page found or a place behind the text that it has not written is told.
+    """
     world = World(
         some(
             vocab_size=4,

@@ -1,4 +1,6 @@
-"""An EAGLE-3 head guesses what its formulas say, from pages that may have come from anywhere, and changes nothing but the number of steps."""
+"""An EAGLE-3 head guesses what its formulas say, from pages that may have come from anywhere,
+and changes nothing but the number of steps.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +71,9 @@ def test_a_head_that_is_always_right_is_always_accepted():
 def test_any_schedule_draws_what_a_text_alone_draws_without_a_head(
     asked, block_tokens, pages_tokens, budget, caching, num_drafts, wrongly, aborted
 ):
-    """The fake head reads what the model held at each place, and is right unless told otherwise or given a wrong place."""
+    """The fake head reads what the model held at each place,
+    and is right unless told otherwise or given a wrong place.
+    """
     world = World(
         limits(
             vocab_size=50,
@@ -118,7 +122,9 @@ def by(head: Path, count: int = 3) -> Eagle3Speculation:
 def by_formula(
     model: Path, head: Path, text: list[int], count: int, *, norm_first: bool
 ) -> list[int]:
-    """What a head guesses greedily behind `text`, computed from scratch over the whole text: vLLM's formulas in plain torch."""
+    """What a head guesses greedily behind `text`, computed from scratch over the whole text:
+    vLLM's formulas in plain torch.
+    """
     weights = load_file(head / "model.safetensors")
     target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():

@@ -42,7 +42,9 @@ def test_a_trained_model_keeps_near_float32(chunk):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_models_of_every_family_keep_near_float32(tmp_path, family):
-    """Their scores lie close together, so that small errors show: a scale that were wrong would leave nothing in common."""
+    """Their scores lie close together, so that small errors show:
+    a scale that were wrong would leave nothing in common.
+    """
     directory = make_model(tmp_path, family, hidden_size=256, head_dim=64)
     tokens = torch.randint(6, 300, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     exact, rounded = logits(directory, tokens), logits(directory, tokens, FP8)

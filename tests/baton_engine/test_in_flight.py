@@ -1,4 +1,6 @@
-"""Steps that are planned and launched before the outcome of the step before them is known: nothing but time may tell."""
+"""Steps that are planned and launched before the outcome of the step before them is known:
+nothing but time may tell.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,4 +1,6 @@
-"""A whole model on the CPU draws the same tokens, to the last bit of their log-probabilities, however early steps are launched."""
+"""A whole model on the CPU draws the same tokens, to the last bit of their log-probabilities,
+however early steps are launched.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -129,7 +131,9 @@ class Noting:
 def test_a_mask_is_found_while_the_scores_of_its_step_are_computed(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The step is computed from the token before the host has seen that; then the grammar reads it, and says what may come."""
+    """The step is computed from the token before the host has seen that; then the grammar reads it,
+    and says what may come.
+    """
     engine, noted = WholeEngine(checkpoint), list[str]()
     computed = engine.runner._compute
 

@@ -1,4 +1,6 @@
-"""The CPU kernels for NEON, cross-compiled and run in an emulated processor: that they are right, not how fast they are."""
+"""The CPU kernels for NEON, cross-compiled and run in an emulated processor: that they are right,
+not how fast they are.
+"""
 
 import shutil
 import subprocess

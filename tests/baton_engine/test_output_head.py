@@ -1,4 +1,6 @@
-"""The output head: its logits are float32 that nothing has rounded, and of those that are equal the lowest token is drawn."""
+"""The output head: its logits are float32 that nothing has rounded,
+and of those that are equal the lowest token is drawn.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,6 @@
-"""The same with a pool that both engines share, whose leases end at any moment and whose pages are copied at any moment."""
+"""The same with a pool that both engines share, whose leases end at any moment and whose pages are copied at any
+moment.
+"""
 
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -209,8 +209,8 @@ def test_a_conversation_goes_on_from_what_was_generated(checkpoint, closing):
 
 
 def test_a_layer_is_computed_while_the_next_has_not_come_yet(checkpoint, closing):
-    """Each layer's bytes are let through only once the layer before has been computed: whoever waited for all would wait for
-    ever, and whoever read too early would read zeros.
+    """Each layer's bytes are let through only once the layer before has been computed: whoever waited for all would
+    wait for ever, and whoever read too early would read zeros.
     """
     first = closing(Pooled(checkpoint))
     asked = asking(text(3))

@@ -1,4 +1,6 @@
-"""What a kernel would misread is refused by name where a model is given its pages, or where a step's inputs are made; layers look at nothing."""
+"""What a kernel would misread is refused by name where a model is given its pages,
+or where a step's inputs are made; layers look at nothing.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

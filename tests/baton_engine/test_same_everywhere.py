@@ -1,5 +1,6 @@
-"""Random requests, bit by bit the same from one worker, from one that guesses tokens, and from a pair that does, one half of which is
-lost in the middle of its output: grammars, calls of tools, reasoning, several samples, seeds, penalties. (`tests/chaos` does it with processes.)
+"""Random requests, bit by bit the same from one worker, from one that guesses tokens, and from a pair that does, one
+half of which is lost in the middle of its output: grammars, calls of tools, reasoning, several samples, seeds,
+penalties. (`tests/chaos` does it with processes.)
 """
 
 from collections import Counter
@@ -84,8 +85,8 @@ def prompts(mark_ids: dict[str, int]) -> list[Prompt]:
 
 
 def chat_forms(mark_ids: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """What chats alone ask for, as the router asks workers for it: required calls, calls of the model's own accord, and reasoning before
-    a named call, text and JSON.
+    """What chats alone ask for, as the router asks workers for it: required calls, calls of the model's own accord, and
+    reasoning before a named call, text and JSON.
     """
     written = detect_format(None, mark_ids.get, tool_call_parser="hermes", reasoning_parser="qwen3")
 

@@ -1,4 +1,6 @@
-"""Any order of commands and steps: tokens are those of an undisturbed run, every sequence ends once, no page is lost."""
+"""Any order of commands and steps: tokens are those of an undisturbed run, every sequence ends once,
+no page is lost.
+"""
 
 from collections.abc import Sequence
 
@@ -226,7 +228,9 @@ class Interleavings(RuleBasedStateMachine):
         self.source.tell(Prefill(seq_id=seq_id, prompt=asked))
 
     def _ask(self):
-        """Pages are asked for once a prompt was begun, so that nobody's are kept for one who waits for those of another."""
+        """Pages are asked for once a prompt was begun, so that nobody's are kept for one who waits for those of
+        another.
+        """
         begun = {SeqId(row.seq.seq_id) for plan in self.source.plans for row in plan.rows}
         for seq_id in sorted(self.unasked & begun):
             self._reserve(seq_id)

@@ -22,7 +22,9 @@ def decode(context: int) -> Row:
 
 
 def true_s(plan: StepPlan) -> float:
-    """An engine of 4 ms per step, 0.3 ms per decode, 2 µs per token of context, 0.5 ms per prompt token, 0.2 µs per pair."""
+    """An engine of 4 ms per step, 0.3 ms per decode, 2 µs per token of context, 0.5 ms per prompt token,
+    0.2 µs per pair.
+    """
     seconds = 0.004
     for r in plan.rows:
         if r.seq.num_generated:

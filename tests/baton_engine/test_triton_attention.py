@@ -19,7 +19,9 @@ BALANCED = SplitRule(spread=5)
 
 
 def places_matter():
-    """Whether kernels are interpreted, and numpy's product gives a row other bits where it stands elsewhere among the others."""
+    """Whether kernels are interpreted, and numpy's product gives a row other bits where it stands elsewhere among the
+    others.
+    """
     if DEVICE == "cuda":
         return False
     numbers = np.random.default_rng(0)

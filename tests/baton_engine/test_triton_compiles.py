@@ -241,8 +241,8 @@ MOST_SHARED = {80: 99 * 1024, 90: 227 * 1024}
 
 
 def assert_built(builds: list[Build], capability: int, folder: Path) -> None:
-    """No registers are spilled, shared memory suffices, matrix products are Hopper's where there are enough rows, and attention fetches
-    its next tile while it multiplies one, in two programs at once wherever heads are not wide.
+    """No registers are spilled, shared memory suffices, matrix products are Hopper's where there are enough rows, and
+    attention fetches its next tile while it multiplies one, in two programs at once wherever heads are not wide.
     """
     for build, built in zip(builds, compile_ahead(builds, capability, folder), strict=True):
         assert not built.spilled_bytes, f"{build} spills: {built}"

@@ -1,4 +1,6 @@
-"""The same request, the same bits, on the GPU's kernels: a whole small model whose tokens and log-probabilities are compared exactly."""
+"""The same request, the same bits, on the GPU's kernels:
+a whole small model whose tokens and log-probabilities are compared exactly.
+"""
 
 import numpy as np
 import pytest
@@ -36,8 +38,8 @@ OTHERS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _rows_round_alike():
-    """The interpreter multiplies by numpy, which on some processors gives a row other last bits where it stands elsewhere among the
-    others. Matrix instructions do not; nor does float64, seen in float32.
+    """The interpreter multiplies by numpy, which on some processors gives a row other last bits where it stands
+    elsewhere among the others. Matrix instructions do not; nor does float64, seen in float32.
     """
     multiply = np.matmul
 

@@ -74,7 +74,8 @@ def test_rotating_and_storing_agrees_with_its_twin(head_dim, normed, dtype):
 
 def test_pages_of_8_bits_take_the_keys_and_values_over_their_scales():
     qkv, _, _, slots = rotating(64, torch.float32, normed=False)
-    # Small whole numbers, not turned: 8 bits hold them exactly, and the interpreter, which rounds wrongly, need not round.
+    # Small whole numbers, not turned: 8 bits hold them exactly, and the interpreter, which rounds wrongly,
+    # need not round.
     qkv = (3 * qkv).round().clamp(-8, 8)
     still = Rotation(cos=torch.ones(7, 32, device=DEVICE), sin=torch.zeros(7, 32, device=DEVICE))
     wide = torch.zeros(20, 2, 2, 4, 64, device=DEVICE)

@@ -40,8 +40,8 @@ def load(path: Path, kernel_set: KernelSet, kv_dtype: torch.dtype | None = None)
 
 
 def triton_kernels(kv_dtype: torch.dtype | None = None) -> KernelSet:
-    """Of a GPU so small that contexts of this test are cut into pieces. Pages of 8 bits are written by the twin: the interpreter
-    rounds to them wrongly (7.9 becomes 4).
+    """Of a GPU so small that contexts of this test are cut into pieces. Pages of 8 bits are written by the twin: the
+    interpreter rounds to them wrongly (7.9 becomes 4).
     """
     made = kernels("kernel_set").TritonKernels(multiprocessors=2)
     if kv_dtype is not None:

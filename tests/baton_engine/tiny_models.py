@@ -1,4 +1,6 @@
-"""Tiny checkpoints of every family with random weights, made with transformers, for tests that need a real model directory."""
+"""Tiny checkpoints of every family with random weights, made with transformers,
+for tests that need a real model directory.
+"""
 
 import json
 from collections.abc import Iterator

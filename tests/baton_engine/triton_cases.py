@@ -1,5 +1,5 @@
-"""Triton's kernels where the tests run: on a GPU, else under Triton's interpreter, which works on the CPU and computes bfloat16
-wrongly.
+"""Triton's kernels where the tests run: on a GPU, else under Triton's interpreter, which works on the CPU and computes
+bfloat16 wrongly.
 """
 
 import importlib

@@ -1,12 +1,14 @@
-"""Counts the variants of Triton's kernels that steps ask for, without a GPU: `python -m tests.baton_engine.variants STEPS WAY ...`.
+"""Counts the variants of Triton's kernels that steps ask for, without a GPU:
+`python -m tests.baton_engine.variants STEPS WAY ...`.
 
-Triton compiles a kernel anew for arguments that it has not seen the like of: for each dtype, and for numbers that are 1 or multiples of
-16, and addresses that are, unless the kernel forbids it. What a launch would compile is asked of Triton itself; nothing is compiled or run, so
-that outputs mean nothing (they are zeros). A process of its own, because the tests' may have told Triton to interpret.
+Triton compiles a kernel anew for arguments that it has not seen the like of: for each dtype, and for numbers that are 1
+or multiples of 16, and addresses that are, unless the kernel forbids it. What a launch would compile is asked of Triton
+itself; nothing is compiled or run, so that outputs mean nothing (they are zeros). A process of its own, because the
+tests' may have told Triton to interpret.
 
-The ways are those in which an engine on a GPU computes steps (`Way`). An engine is built and warmed up as `baton_engine.build` does it, then
-random steps go through its runner, and drafts through its drafter. Graphs do their work again when they are repeated: it must not ask for more
-than it did when it was captured.
+The ways are those in which an engine on a GPU computes steps (`Way`). An engine is built and warmed up as
+`baton_engine.build` does it, then random steps go through its runner, and drafts through its drafter. Graphs do their
+work again when they are repeated: it must not ask for more than it did when it was captured.
 
 Writes JSON: of each way what `Replayed` says.
 """
@@ -243,7 +245,8 @@ class Replayed(TypedDict):
     """What steps asked for.
 
     Attributes:
-        variants: Of each kernel, the steps in which variants were first asked for; -1 is before the first, when an engine warms up.
+        variants: Of each kernel, the steps in which variants were first asked for; -1 is before the first,
+            when an engine warms up.
         kinds: How many steps there were of each kind.
     """
 

@@ -1,10 +1,11 @@
-"""Run in a process of its own: vLLM's engine core with our connector hands prompts from itself to itself, and computes them whole.
+"""Run in a process of its own: vLLM's engine core with our connector hands prompts from itself to itself,
+and computes them whole.
 
     python -m tests.baton_vllm.engine_run FAMILY FOLDER
 
-It prints one line of JSON. The prefilling and the receiving half of a pair live in one engine under two cache salts, so that neither finds
-the other's pages; what the sink is told is copied at that moment, as a sender would, and written to the reserved pages later. So do
-those who fill a pool and those who fetch from it.
+It prints one line of JSON. The prefilling and the receiving half of a pair live in one engine under two cache salts, so
+that neither finds the other's pages; what the sink is told is copied at that moment, as a sender would, and written to
+the reserved pages later. So do those who fill a pool and those who fetch from it.
 """
 
 import json
@@ -45,7 +46,9 @@ def prompt_tokens(length: int) -> list[int]:
 
 
 class BytesPool:
-    """A `KvSource` and a `BlockSink` over the bytes of an engine's pages; blocks that are `corrupt` come with wrong ones."""
+    """A `KvSource` and a `BlockSink` over the bytes of an engine's pages;
+    blocks that are `corrupt` come with wrong ones.
+    """
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine

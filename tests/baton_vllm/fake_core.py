@@ -1,4 +1,6 @@
-"""Cores that are not vLLM, over a scheduler that goes by its rules: one without a model, and one whose model reads and writes pages."""
+"""Cores that are not vLLM, over a scheduler that goes by its rules: one without a model,
+and one whose model reads and writes pages.
+"""
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -114,7 +116,8 @@ class Pages(Protocol):
 
 
 class PagedCore(SchedulerCore):
-    """Draws as `baton_engine.fakes.engine.FakeRunner` does, from what stands in the pages: one that did not arrive gives other tokens.
+    """Draws as `baton_engine.fakes.engine.FakeRunner` does, from what stands in the pages:
+    one that did not arrive gives other tokens.
 
     Its steps wait while it is held.
     """

@@ -1,7 +1,8 @@
-"""vLLM's scheduler and worker as far as their connector meets them, by the rules of vLLM 0.32 (`v1/core/sched/scheduler.py`).
+"""vLLM's scheduler and worker as far as their connector meets them, by the rules of vLLM 0.32
+(`v1/core/sched/scheduler.py`).
 
-Requests are scheduled in chunks, preempted by recompute when blocks run out, share full blocks by their text, and give blocks back
-when vLLM does. `check` says what vLLM takes for granted.
+Requests are scheduled in chunks, preempted by recompute when blocks run out, share full blocks by their text, and give
+blocks back when vLLM does. `check` says what vLLM takes for granted.
 """
 
 from collections import Counter

@@ -1,9 +1,10 @@
-"""Run in a process of its own: for each model, what the engine of a hybrid worker draws and what vLLM's own `LLM` draws.
+"""Run in a process of its own: for each model, what the engine of a hybrid worker draws and what vLLM's own `LLM`
+draws.
 
     python -m tests.baton_vllm.families_run FOLDER DTYPE MODEL...
 
-It prints a line of JSON per model. All prompts are there at once, are computed in chunks, and come a second time with longer ones that
-begin like them, so that both kinds find prefixes. Models are made below FOLDER.
+It prints a line of JSON per model. All prompts are there at once, are computed in chunks, and come a second time with
+longer ones that begin like them, so that both kinds find prefixes. Models are made below FOLDER.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""vLLM itself behind our connector: what is prefilled under one cache salt and continued under another is what vLLM computes whole."""
+"""vLLM itself behind our connector: what is prefilled under one cache salt and continued under another is what vLLM
+computes whole.
+"""
 
 import importlib.util
 import json
@@ -21,9 +23,9 @@ pytestmark = [
 def test_pages_are_handed_off_byte_by_byte_and_continued_token_by_token(
     family: str, tmp_path: Path
 ):
-    """Chunked prompts, several at once; the second time both sides have prefixes in their caches. vLLM's block pool is full again in
-    the end, also behind a receiver that was aborted while it waited. What is fetched from a pool is what was computed, and what comes
-    with wrong bytes is computed.
+    """Chunked prompts, several at once; the second time both sides have prefixes in their caches. vLLM's block pool is
+    full again in the end, also behind a receiver that was aborted while it waited. What is fetched from a pool is what
+    was computed, and what comes with wrong bytes is computed.
     """
     run = subprocess.run(
         [sys.executable, "-m", "tests.baton_vllm.engine_run", family, str(tmp_path)],

@@ -1,4 +1,6 @@
-"""The engine of a hybrid worker draws what vLLM's own `LLM` draws, for every family and quantisation that this platform runs."""
+"""The engine of a hybrid worker draws what vLLM's own `LLM` draws,
+for every family and quantisation that this platform runs.
+"""
 
 import json
 import os

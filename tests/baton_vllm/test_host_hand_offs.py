@@ -1,4 +1,6 @@
-"""The engine's thread and the connector's table over a scheduler by vLLM's rules: prompts for other workers, and from them."""
+"""The engine's thread and the connector's table over a scheduler by vLLM's rules: prompts for other workers,
+and from them.
+"""
 
 from collections import Counter
 

@@ -1,4 +1,6 @@
-"""A worker with vLLM and any other worker whose pages mean something else: both their session and their router refuse the pair."""
+"""A worker with vLLM and any other worker whose pages mean something else:
+both their session and their router refuse the pair.
+"""
 
 from dataclasses import replace
 from pathlib import Path

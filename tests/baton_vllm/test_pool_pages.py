@@ -1,4 +1,6 @@
-"""Workers over schedulers by vLLM's rules, and a pool: what comes from it is what would have been computed, or is computed."""
+"""Workers over schedulers by vLLM's rules, and a pool: what comes from it is what would have been computed,
+or is computed.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,4 +1,6 @@
-"""`baton serve --engine vllm`, with the real vLLM: what it answers is what vLLM's own `LLM` answers, for every field of a request."""
+"""`baton serve --engine vllm`, with the real vLLM: what it answers is what vLLM's own `LLM` answers,
+for every field of a request.
+"""
 
 import json
 import re

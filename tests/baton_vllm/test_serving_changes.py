@@ -34,7 +34,9 @@ def reference(model: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One prefill and one decode worker, at whose end every page has to be free; each test leaves them as it finds them."""
+    """One prefill and one decode worker, at whose end every page has to be free;
+    each test leaves them as it finds them.
+    """
     file = tmp_path_factory.mktemp("pair") / "cluster.yaml"
     file.write_text(SETTINGS)
     with serve(str(model), "-f", str(file), *FLAGS, *PAIR, "--served-model-name", "tiny") as served:

@@ -1,4 +1,6 @@
-"""`baton serve --engine vllm` with a prefill and a decode worker: what the pair answers is what vLLM answers by itself."""
+"""`baton serve --engine vllm` with a prefill and a decode worker:
+what the pair answers is what vLLM answers by itself.
+"""
 
 import json
 import re
@@ -81,7 +83,9 @@ def loads(cluster: Served) -> dict[str, dict[str, Any]]:
 
 
 def test_a_pairs_greedy_tokens_are_those_of_vllm_alone(cluster, model):
-    """Chunked prompts, several at once, pages that end with the prompt; asked again, both workers have prefixes in their caches."""
+    """Chunked prompts, several at once, pages that end with the prompt; asked again,
+    both workers have prefixes in their caches.
+    """
     wanted = tokens_of_vllm(model, [*PLAIN, *COUNTED])
 
     with ThreadPoolExecutor(len(PLAIN)) as pool:

@@ -1,4 +1,6 @@
-"""`baton serve --engine vllm` with a pool: a worker that starts again has its prompts from there, and answers as vLLM does by itself."""
+"""`baton serve --engine vllm` with a pool: a worker that starts again has its prompts from there,
+and answers as vLLM does by itself.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""A cluster of two prefill and two decode workers with vLLM lives through a storm of faults: no hang, no wrong token, no lost page."""
+"""A cluster of two prefill and two decode workers with vLLM lives through a storm of faults: no hang,
+no wrong token, no lost page.
+"""
 
 from pathlib import Path
 
@@ -33,7 +35,9 @@ engine: {max_num_batched_tokens: 64, max_num_seqs: 16, vllm: {enforce_eager: tru
 def test_a_storm_over_workers_with_vllm_costs_no_token_and_no_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: int, interval_s: float
 ) -> None:
-    """A worker with vLLM is away for as long as its imports take, so that faults come less often than with our engine."""
+    """A worker with vLLM is away for as long as its imports take,
+    so that faults come less often than with our engine.
+    """
     checkpoint = make_model(tmp_path / "llama", "llama", head_dim=32)
     (tmp_path / "cluster.yaml").write_text(CONFIG)
     for name, value in SETTINGS.items():

@@ -1,4 +1,6 @@
-"""The GPU's day, without a GPU: what it says of itself, and that a stage which breaks or hangs costs its own figures only."""
+"""The GPU's day, without a GPU: what it says of itself,
+and that a stage which breaks or hangs costs its own figures only.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,6 @@
-"""Models written as GGUF, read back with the library; by llama.cpp itself where an environment variable names its server."""
+"""Models written as GGUF, read back with the library;
+by llama.cpp itself where an environment variable names its server.
+"""
 
 import os
 import random
@@ -21,7 +23,9 @@ FAMILIES = ("llama", "qwen2")
 
 
 def write_stirred(family: str, directory: Path) -> None:
-    """A model whose layers matter: as drawn, with tied embeddings, it would say its last token again, whatever they compute."""
+    """A model whose layers matter: as drawn, with tied embeddings, it would say its last token again,
+    whatever they compute.
+    """
     shape = Shape(
         family=family, hidden=128, intermediate=384, layers=2, heads=4, kv_heads=2, vocab=512
     )

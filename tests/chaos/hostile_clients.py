@@ -1,4 +1,6 @@
-"""Clients that mean harm, beside honest ones: they leave connections silent, send garbage, halves, and what is over every limit."""
+"""Clients that mean harm, beside honest ones: they leave connections silent, send garbage, halves,
+and what is over every limit.
+"""
 
 import asyncio
 import random

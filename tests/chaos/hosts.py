@@ -1,5 +1,6 @@
-"""A cluster each of whose processes runs on a host of its own: a network namespace. The packets of all of them pass through one more
-namespace that forwards, in which a rule can swallow them, pair by pair and without telling anyone; or a host's cable is pulled.
+"""A cluster each of whose processes runs on a host of its own: a network namespace. The packets of all of them pass
+through one more namespace that forwards, in which a rule can swallow them, pair by pair and without telling anyone;
+or a host's cable is pulled.
 
 Nobody restarts a process of `baton run`, so this module does, as an orchestrator would.
 """

@@ -1,12 +1,12 @@
 """The storm at scale: `make chaos-long`, or a small part of it in `test_long_storm.py`.
 
-Two prefill workers, two decode workers, a hybrid worker, a pool node and a router, each on a host of its own (`hosts.py`), under traffic
-of two tenants, one of them with limits, and beside clients that mean harm. Processes are killed and stopped, packets between any
-two hosts are swallowed one way or both, cables are pulled, clients leave.
+Two prefill workers, two decode workers, a hybrid worker, a pool node and a router, each on a host of its own
+(`hosts.py`), under traffic of two tenants, one of them with limits, and beside clients that mean harm. Processes are
+killed and stopped, packets between any two hosts are swallowed one way or both, cables are pulled, clients leave.
 
-In the middle and at the end everything is left to come to rest, and requests are sent in calm weather, enough for a process that was
-restarted last to hold what one holds that has been at work for long. The most memory and descriptors that processes hold meanwhile
-are compared: what grows with the requests shows there.
+In the middle and at the end everything is left to come to rest, and requests are sent in calm weather, enough for a
+process that was restarted last to hold what one holds that has been at work for long. The most memory and descriptors
+that processes hold meanwhile are compared: what grows with the requests shows there.
 """
 
 import argparse
@@ -418,8 +418,8 @@ def report(account: Account, settings: dict[str, int | float | str]) -> Report:
 def grown(account: Account) -> list[str]:
     """The processes that hold over a tenth more at the end than the largest of their kind did half-way.
 
-    Of their kind, since most were restarted meanwhile: a worker fills for some minutes, and what it holds then is its own only by
-    accident (steps of 30 MB, when the allocator takes them). A short storm says nothing of all this.
+    Of their kind, since most were restarted meanwhile: a worker fills for some minutes, and what it holds then is its
+    own only by accident (steps of 30 MB, when the allocator takes them). A short storm says nothing of all this.
     """
     found = []
     for name, end in account.end.items():

@@ -33,7 +33,9 @@ class SessionRelay(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not sub
         self.holding = asyncio.Event()
 
     def hold(self, kind: str) -> None:
-        """Holds the next message of this kind, and what comes behind it on its stream (the name of the field in `TransferRequest` or `TransferReply`)."""
+        """Holds the next message of this kind, and what comes behind it on its stream (the name of the field in
+        `TransferRequest` or `TransferReply`).
+        """
         self._kind = kind
         self._free.clear()
         self.holding.clear()

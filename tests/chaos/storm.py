@@ -96,8 +96,8 @@ class Storm:
 
 
 def _has_a_twin(worker: str, serving: list[str]) -> bool:
-    """Whether another worker of its role serves. The last one is stopped, not killed: where a restart takes long there would
-    be no cluster at all for most of the time, and requests rightly refused prove nothing.
+    """Whether another worker of its role serves. The last one is stopped, not killed: where a restart takes long there
+    would be no cluster at all for most of the time, and requests rightly refused prove nothing.
     """
     role = worker.rsplit("-", 1)[0]
     return any(other != worker and other.rsplit("-", 1)[0] == role for other in serving)

@@ -1,5 +1,6 @@
-"""Three network namespaces as hosts: router, DNS and Redis on one, prefill workers on the second, decode workers on the third. Workers are added,
-removed and moved, hosts are cut off, Redis is killed and emptied, under requests whose tokens are known: none fails, none is wrong.
+"""Three network namespaces as hosts: router, DNS and Redis on one, prefill workers on the second, decode workers on the
+third. Workers are added, removed and moved, hosts are cut off, Redis is killed and emptied, under requests whose tokens
+are known: none fails, none is wrong.
 """
 
 import asyncio
@@ -120,7 +121,9 @@ class Bare:
         return {w.worker_id: w.address for w in status.workers if w.ready} if status else {}
 
     def has_all(self, what: str) -> None:
-        """Waits until the router has exactly those that run, and notes how long after the last of them served, or left, that was."""
+        """Waits until the router has exactly those that run, and notes how long after the last of them served,
+        or left, that was.
+        """
         eventually(lambda: all(map(self.is_ready, self.at)), f"serving, see {self.folder}", WAIT_S)
         served_s = time.monotonic()
         eventually(lambda: self.there() == self.at, f"{what}, see {self.folder}", WAIT_S)

@@ -173,7 +173,9 @@ def _assert_served(replies: list[Reply], checkpoint: Path) -> None:
 @pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_kills_by_the_clock_delay_no_first_token_by_two_seconds(checkpoint: Path) -> None:
-    """The only decode worker, then the only prefill worker, then each in turn, every five seconds, whether or not the others are back."""
+    """The only decode worker, then the only prefill worker, then each in turn, every five seconds,
+    whether or not the others are back.
+    """
     victims = [*("decode",) * 3, *("prefill",) * 3, *("decode", "prefill") * 6]
     with serve(str(checkpoint), *FLAGS, standby=True) as cluster:
         eventually(partial(_waits, cluster), "a standby process waits")

@@ -1,4 +1,6 @@
-"""A prefill and a decode worker on two hosts between which packets are swallowed: requests go on, before, during and after."""
+"""A prefill and a decode worker on two hosts between which packets are swallowed: requests go on, before,
+during and after.
+"""
 
 import tempfile
 import time

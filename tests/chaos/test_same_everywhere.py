@@ -1,5 +1,6 @@
-"""What comes out of pairs whose workers are killed all the time is what one hybrid worker gives, with guessed tokens and
-without: grammars, calls of tools, reasoning, several samples, penalties, stop strings and least lengths, drawn at random.
+"""What comes out of pairs whose workers are killed all the time is what one hybrid worker gives, with guessed tokens
+and without: grammars, calls of tools, reasoning, several samples, penalties, stop strings and least lengths,
+drawn at random.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
-"""A cluster of two prefill and two decode workers lives through a storm of faults: no hang, no wrong token, no lost page.
+"""A cluster of two prefill and two decode workers lives through a storm of faults: no hang, no wrong token,
+no lost page.
 
-Two oracles: the same requests again, undisturbed, once the storm is over; and one forward pass of transformers over each prompt
-and what came back for it: every token must be the likeliest at its place, in replies that broke off as well
+Two oracles: the same requests again, undisturbed, once the storm is over; and one forward pass of transformers over
+each prompt and what came back for it: every token must be the likeliest at its place, in replies that broke off as well
 (`tests.e2e.reference` says what counts as a tie).
 """
 

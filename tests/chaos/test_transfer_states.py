@@ -1,7 +1,7 @@
 """A fault at every state of a hand-off: the request still ends in time with the right tokens, and no page stays behind.
 
-A state is reached by holding the message that ends it in the relay between the two workers, or the prefill engine before
-its next step; never by waiting for the right moment.
+A state is reached by holding the message that ends it in the relay between the two workers, or the prefill engine
+before its next step; never by waiting for the right moment.
 """
 
 import asyncio

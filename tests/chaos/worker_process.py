@@ -1,4 +1,5 @@
-"""A worker with a fake model in a process of its own: `python -m tests.chaos.worker_process ENGINE ROLE NAME FOLDER [ADVERTISED]`.
+"""A worker with a fake model in a process of its own:
+`python -m tests.chaos.worker_process ENGINE ROLE NAME FOLDER [ADVERTISED]`.
 
 ENGINE is `baton`, or `vllm` for the host of vLLM's core over one that goes by vLLM's rules.
 

@@ -1,5 +1,5 @@
-"""Two prefill and two decode workers in processes of their own, a real router core in this one, and between a prefill and
-a decode worker the whole way of a hand-off in our hands:
+"""Two prefill and two decode workers in processes of their own, a real router core in this one, and between a prefill
+and a decode worker the whole way of a hand-off in our hands:
 
     prefill worker ── byte proxy (cuts, swallows) ── relay (holds messages) ── decode worker
 

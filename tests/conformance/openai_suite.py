@@ -3,8 +3,8 @@
     git clone https://github.com/openai/openai-python DIR
     python -m tests.conformance.openai_suite --checkout DIR --json bench/results/openai_suite.json
 
-It serves a tiny model with random weights under every name that the suite asks for. What is counted, and why each case that
-fails does, stands in docs/openai-conformance.md.
+It serves a tiny model with random weights under every name that the suite asks for. What is counted, and why each case
+that fails does, stands in docs/openai-conformance.md.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Client libraries, each with a script of its own, against a pair of workers. A library that is not installed is skipped; `BATON_CLIENTS_PYTHON`
-names the Python of an environment that has more of them.
+"""Client libraries, each with a script of its own, against a pair of workers. A library that is not installed is
+skipped; `BATON_CLIENTS_PYTHON` names the Python of an environment that has more of them.
 """
 
 import os

@@ -1,7 +1,8 @@
-"""A prefill worker and a decode worker in one process: real gRPC over Unix sockets, real shared memory, real scheduling.
+"""A prefill worker and a decode worker in one process: real gRPC over Unix sockets, real shared memory,
+real scheduling.
 
-Only the model is fake (`baton_engine.fakes.engine`), and even its pages live in the shared arena, so a page that did not arrive gives
-other tokens than the oracle's.
+Only the model is fake (`baton_engine.fakes.engine`), and even its pages live in the shared arena, so a page that did
+not arrive gives other tokens than the oracle's.
 """
 
 import asyncio

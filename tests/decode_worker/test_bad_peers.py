@@ -1,4 +1,6 @@
-"""What a decode worker that serves makes of a prefill worker that says what it must not: refused, counted, and it serves on."""
+"""What a decode worker that serves makes of a prefill worker that says what it must not: refused, counted,
+and it serves on.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +30,9 @@ INCARNATION = b'baton_handshake_incompatible_total{field="incarnation"} 1.0'
 
 @pytest.fixture
 async def both(tmp_path: Path) -> AsyncIterator[Pair]:
-    """A pair that is asked for an answer after whatever a test has done to its decode worker. Raw peers send no heartbeats."""
+    """A pair that is asked for an answer after whatever a test has done to its decode worker.
+    Raw peers send no heartbeats.
+    """
     async with serving_on(tmp_path, TransferConfig(lease_s=60.0)) as both:
         yield both
 

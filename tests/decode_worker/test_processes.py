@@ -1,4 +1,6 @@
-"""A prefill worker in another process: what is handed off is right, and nothing is lost when it is killed or stopped."""
+"""A prefill worker in another process: what is handed off is right,
+and nothing is lost when it is killed or stopped.
+"""
 
 import asyncio
 import os

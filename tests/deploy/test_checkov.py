@@ -1,4 +1,6 @@
-"""checkov finds nothing but what ADR 0032 names. It has an environment of its own (`make k8s-tools`): it pins much that others need."""
+"""checkov finds nothing but what ADR 0032 names. It has an environment of its own (`make k8s-tools`):
+it pins much that others need.
+"""
 
 import json
 import re

@@ -29,7 +29,9 @@ def by_chart(given: Any) -> list[Object]:
 
 
 def comparable(objects: list[Object]) -> dict[tuple[str, str, str], Object]:
-    """By kind and name, without how each tool has pods replaced when a ConfigMap changes: by its name, or by an annotation."""
+    """By kind and name, without how each tool has pods replaced when a ConfigMap changes: by its name,
+    or by an annotation.
+    """
     hashed = {
         one["metadata"]["name"]: one["metadata"]["name"].rpartition("-")[0]
         for one in objects

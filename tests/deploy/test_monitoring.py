@@ -1,4 +1,6 @@
-"""Names of metrics in rules, scalers and the gateway's route are names that processes have, and every alert has its page."""
+"""Names of metrics in rules, scalers and the gateway's route are names that processes have,
+and every alert has its page.
+"""
 
 import functools
 import re

@@ -1,4 +1,6 @@
-"""The redis component on a real server, with the guide's own commands: TLS, a password, and rights that suffice for what Baton asks."""
+"""The redis component on a real server, with the guide's own commands: TLS, a password,
+and rights that suffice for what Baton asks.
+"""
 
 import asyncio
 import contextlib

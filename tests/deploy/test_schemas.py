@@ -1,7 +1,7 @@
 """Every object against the schema of its kind, made strict: a field that the kind does not know fails.
 
-Kinds of Kubernetes itself come from the package `kubernetes-validate`. Schemas of custom resources are read where they lie beside the
-checkout, in `shared/crds`, or where BATON_CRD_SCHEMAS says: files as their projects publish them.
+Kinds of Kubernetes itself come from the package `kubernetes-validate`. Schemas of custom resources are read where they
+lie beside the checkout, in `shared/crds`, or where BATON_CRD_SCHEMAS says: files as their projects publish them.
 """
 
 import copy
@@ -49,7 +49,9 @@ def schema_of(api_version: str, kind: str) -> Any:
 
 
 def strict(schema: Any, *, is_top: bool = False) -> Any:
-    """`schema` with `additionalProperties: false` wherever it lists properties and does not say that there are others."""
+    """`schema` with `additionalProperties: false` wherever it lists properties and does not say
+    that there are others.
+    """
     if isinstance(schema, list):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):

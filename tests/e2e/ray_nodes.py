@@ -1,7 +1,7 @@
 """Two nodes of Ray on this machine, with one CPU each, until standard input ends. Prints the address of the head.
 
-A line on standard input, `kill head` or `start head`, ends the head's server or starts it again at the same port, and is answered by a
-line with its pid.
+A line on standard input, `kill head` or `start head`, ends the head's server or starts it again at the same port, and
+is answered by a line with its pid.
 """
 
 import importlib

@@ -98,7 +98,9 @@ def eventually(holds: Callable[[], object], what: str, timeout_s: float = 20.0) 
 
 
 def maps_pool(served: Served, *roles: str) -> bool:
-    """Whether every worker of these roles reports that it maps the pool's node; what it computes before is not put there."""
+    """Whether every worker of these roles reports that it maps the pool's node;
+    what it computes before is not put there.
+    """
     loads = [worker["load"] for worker in served.workers() if worker["role"] in roles]
     return bool(loads) and all(load.get("pool_node") for load in loads)
 
@@ -107,8 +109,8 @@ def maps_pool(served: Served, *roles: str) -> bool:
 def serve(model: str | None, *flags: str, standby: bool = False) -> Iterator[Served]:
     """Runs a cluster; at the end stops it and asserts that it left nothing behind.
 
-    A test may end the launcher itself; what must not be left is the same. A standby process, whose imports take the time of those that
-    serve, is kept only where a test is about it.
+    A test may end the launcher itself; what must not be left is the same. A standby process, whose imports take the
+    time of those that serve, is kept only where a test is about it.
     """
     directory = tempfile.mkdtemp(prefix="baton-e2e-")
     runtime_dir = Path(directory) / "run"
@@ -150,8 +152,8 @@ def serve(model: str | None, *flags: str, standby: bool = False) -> Iterator[Ser
 
 
 _BY_PYTHON = re.compile(r"(psm_|sem\.mp-)\w+")
-"""Names that Python's multiprocessing gives: any process of the machine may have made them, also one that is not seen from
-here.
+"""Names that Python's multiprocessing gives: any process of the machine may have made them, also one that is not seen
+from here.
 """
 
 

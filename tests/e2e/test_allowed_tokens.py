@@ -1,4 +1,6 @@
-"""Lists of allowed tokens, and words that are not wanted: a pair that hands KV over draws what a hybrid worker draws."""
+"""Lists of allowed tokens, and words that are not wanted:
+a pair that hands KV over draws what a hybrid worker draws.
+"""
 
 from itertools import pairwise
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""A planner in the router of a running cluster: a worker changes its role under load, and no request is the worse for it."""
+"""A planner in the router of a running cluster: a worker changes its role under load,
+and no request is the worse for it.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -147,8 +147,8 @@ def test_a_stream_whose_decode_worker_is_killed_goes_on_with_its_tokens_from_the
     assert len(stream.tokens) == 1500
     assert _metric(cluster, "baton_migrations_total") == 1
     Reference(checkpoint).assert_greedy(_prompt(1), stream.tokens)
-    # What the prefill worker computed itself it has in its own cache. The pool gives the rest, but for the last tokens, which the
-    # decode worker had not published yet when it died: how many depends on the machine.
+    # What the prefill worker computed itself it has in its own cache. The pool gives the rest, but for the last tokens,
+    # which the decode worker had not published yet when it died: how many depends on the machine.
     assert _metric(cluster, "baton_pool_hits_total") >= 0.5 * known
 
 

@@ -1,4 +1,6 @@
-"""A cluster whose workers stand on two hosts, as it were: each with a pool node of its own, and a directory that both share."""
+"""A cluster whose workers stand on two hosts, as it were: each with a pool node of its own,
+and a directory that both share.
+"""
 
 import asyncio
 import contextlib

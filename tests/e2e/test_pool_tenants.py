@@ -1,5 +1,5 @@
-"""Two tenants of a cluster with a pool, seen from outside: a quota that is written down holds while requests are served, and an
-operator flushes one tenant and leaves the other alone.
+"""Two tenants of a cluster with a pool, seen from outside: a quota that is written down holds while requests are
+served, and an operator flushes one tenant and leaves the other alone.
 """
 
 import socket

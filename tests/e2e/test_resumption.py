@@ -63,8 +63,8 @@ class Stream:
     done: bool = False
 
     async def run(self, http: httpx.AsyncClient, model: str, begun: asyncio.Barrier) -> None:
-        """Asks; reads the answer once all have `begun`: a client that reads is too busy to ask, and nobody would be in the middle of
-        anything when the last ones ask.
+        """Asks; reads the answer once all have `begun`: a client that reads is too busy to ask, and nobody would be in
+        the middle of anything when the last ones ask.
         """
         body = {
             "model": model,

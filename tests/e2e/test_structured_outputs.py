@@ -1,4 +1,6 @@
-"""Answers with a form over real clusters: a pair that hands KV over draws what a hybrid worker draws, also when a worker is killed."""
+"""Answers with a form over real clusters: a pair that hands KV over draws what a hybrid worker draws,
+also when a worker is killed.
+"""
 
 import json
 from pathlib import Path

@@ -260,7 +260,9 @@ class PrefillRank(Rank):
         tell("ready")
 
     def do_prefill(self, asked: dict[str, Any]) -> None:
-        """Computes the first `layers` layers; with all of them also the first token. Else tells when they are written."""
+        """Computes the first `layers` layers; with all of them also the first token.
+        Else tells when they are written.
+        """
         permit, todo = self.permit(asked), asked["layers"]
         self._stays = todo < len(self.layout.layers)
         self.apply(Opened(permit=permit))

@@ -1,4 +1,6 @@
-"""The driver's calls, on a GPU: memory, copies, streams, and what goes wrong. `test_host_cuda.py` runs them without one."""
+"""The driver's calls, on a GPU: memory, copies, streams, and what goes wrong.
+`test_host_cuda.py` runs them without one.
+"""
 
 import ctypes
 import os

@@ -155,7 +155,9 @@ class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance, SeveralPeer
             link.sender.connect(link.receiver.handle(), LAYOUT)
 
     def test_a_mover_that_fails_is_told_and_the_next_push_is_served(self, link: FakeLink):
-        """Torch and Triton have faults of their own; a writer's thread that ended would leave all later pushes unanswered."""
+        """Torch and Triton have faults of their own; a writer's thread that ended would leave all later pushes
+        unanswered.
+        """
         writer = link.connect(Broken(DriverMover(link.driver)))
         fill(link.source)
         outcome = Outcome()

@@ -2,8 +2,8 @@
 
 A prefill worker has one rank, or two that share the heads out and of which each brings its half of every page.
 
-The model knows what every page of the decode worker holds, who may write to it, and which copies are under way. A worker
-that is stopped holds its copies where they are and goes on with them later; one that is killed drops them.
+The model knows what every page of the decode worker holds, who may write to it, and which copies are under way. A
+worker that is stopped holds its copies where they are and goes on with them later; one that is killed drops them.
 """
 
 import itertools

@@ -1,8 +1,9 @@
-"""What runs on a GPU without torch runs here on a driver of host memory, `bench/gpu/host_cuda.c`: every call over ctypes as the real one gets it.
+"""What runs on a GPU without torch runs here on a driver of host memory, `bench/gpu/host_cuda.c`: every call over
+ctypes as the real one gets it.
 
-The driver is compiled against NVIDIA's own header, so that a call's name, its arguments and their layout are those of the real
-one; processes hand memory to each other as they would on a GPU. What only a GPU can show, its rates and that its kernels and copies
-come in order, this does not show.
+The driver is compiled against NVIDIA's own header, so that a call's name, its arguments and their layout are those of
+the real one; processes hand memory to each other as they would on a GPU. What only a GPU can show, its rates and that
+its kernels and copies come in order, this does not show.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""Hand-offs that several ranks of a prefill worker bring together, as the ledger of the one rank that takes them sees it."""
+"""Hand-offs that several ranks of a prefill worker bring together,
+as the ledger of the one rank that takes them sees it.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Whole hand-offs between workers of different tensor parallelism: every rank a process with arena, sessions and books."""
+"""Whole hand-offs between workers of different tensor parallelism: every rank a process with arena,
+sessions and books.
+"""
 
 import asyncio
 import base64

@@ -1,4 +1,6 @@
-"""A pool node behind gRPC, its slab mapped by clients, as worker and node meet on one host. Loopback of Unix sockets only."""
+"""A pool node behind gRPC, its slab mapped by clients, as worker and node meet on one host.
+Loopback of Unix sockets only.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
-"""A router's watch of a pool node over loopback gRPC: whatever the node does, the index knows what it holds, or nothing."""
+"""A router's watch of a pool node over loopback gRPC: whatever the node does, the index knows what it holds,
+or nothing.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,5 @@
-"""A worker's gRPC server in a process of its own, whose memory can be looked at; prints its address. Its stream is never read.
+"""A worker's gRPC server in a process of its own, whose memory can be looked at; prints its address.
+Its stream is never read.
 
 `python -m tests.security.bounded_server SECRET`
 """

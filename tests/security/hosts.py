@@ -1,4 +1,6 @@
-"""Two hosts on one machine: network namespaces joined by two networks, `10.77.0.0/24` and `10.88.0.0/24`. Needs root and `ip`."""
+"""Two hosts on one machine: network namespaces joined by two networks, `10.77.0.0/24` and `10.88.0.0/24`.
+Needs root and `ip`.
+"""
 
 import ctypes
 import os

@@ -1,4 +1,6 @@
-"""How much a neighbour makes a worker hold, with the cluster's secret and without: messages, streams that nobody reads, connections."""
+"""How much a neighbour makes a worker hold, with the cluster's secret and without: messages,
+streams that nobody reads, connections.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
-"""What surrounds a body on the wire is bounded, and nothing that comes after a request's headers is ever taken for one."""
+"""What surrounds a body on the wire is bounded,
+and nothing that comes after a request's headers is ever taken for one.
+"""
 
 import asyncio
 import json

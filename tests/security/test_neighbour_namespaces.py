@@ -1,4 +1,6 @@
-"""A hostile neighbour on another host: what it reaches of two workers, and what becomes of it. Hosts are network namespaces."""
+"""A hostile neighbour on another host: what it reaches of two workers, and what becomes of it.
+Hosts are network namespaces.
+"""
 
 import os
 import socket
@@ -236,8 +238,8 @@ def _start(
     everywhere: bool = False,
     apart: bool = False,
 ) -> Cluster:
-    """A router and a prefill worker on the first host, a decode worker there or, `apart`, on the other. Workers are told their addresses in one
-    network, or to listen `everywhere` and to advertise those.
+    """A router and a prefill worker on the first host, a decode worker there or, `apart`, on the other. Workers are
+    told their addresses in one network, or to listen `everywhere` and to advertise those.
     """
     placed = {"prefill": hosts[0], "decode": hosts[1 if apart else 0]}
     reached = {

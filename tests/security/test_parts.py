@@ -1,4 +1,6 @@
-"""Large bodies are cut before they are parsed, and those of too many parts refused; a real one of the same size is served."""
+"""Large bodies are cut before they are parsed, and those of too many parts refused;
+a real one of the same size is served.
+"""
 
 import asyncio
 import json

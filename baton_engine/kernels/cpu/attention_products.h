@@ -1,5 +1,5 @@
-// The small products of attention: rows of keys or values that lie anywhere, each as it is stored, times what a tile has made.
-// What is stored as bfloat16 is widened in registers on the way.
+// The small products of attention: rows of keys or values that lie anywhere, each as it is stored, times what a tile
+// has made. What is stored as bfloat16 is widened in registers on the way.
 #pragma once
 
 #include <type_traits>
@@ -29,8 +29,8 @@ inline void bring_near(const E* from, int64_t count) {
         __builtin_prefetch(reinterpret_cast<const char*>(from) + byte, 0, 3);
 }
 
-// c[i][col..] (+)= sum over t of a[i][t * step] * b[t][col..], R rows by V vectors held in registers. `ahead`, where there is one,
-// has the rows that follow those of b.
+// c[i][col..] (+)= sum over t of a[i][t * step] * b[t][col..], R rows by V vectors held in registers. `ahead`, where
+// there is one, has the rows that follow those of b.
 template <int R, int V, typename E>
 void multiply_block(const float* const* a, int64_t step, const E* const* b, int64_t depth, int64_t col,
                     float* c, int64_t stride, bool add, const E* const* ahead) {
@@ -72,8 +72,8 @@ void multiply(const float* const* a, int64_t step, const E* const* b, int64_t ro
     });
 }
 
-// scores[i][key] = query i * key, R queries [R][width], four keys at a time: the last four may run over `keys`, to where the
-// rows must go on.
+// scores[i][key] = query i * key, R queries [R][width], four keys at a time: the last four may run over `keys`, to
+// where the rows must go on.
 template <int R, typename E>
 void dots(const float* queries, const E* const* keys, int64_t count, int64_t width, float* scores,
           int64_t stride, const E* const* ahead) {

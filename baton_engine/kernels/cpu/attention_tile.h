@@ -1,9 +1,9 @@
 // One tile of attention: all query heads of a KV head's group times a few tokens of a row, over the row's pages.
 //
-// Keys are taken 64 at a time with an online softmax (Milakov and Gimelshein 2018; FlashAttention-2). Two ways to the scores:
-// with many queries a lane is a query, and keys, widened first, are broadcast against the transposed queries, so nothing is
-// ever transposed per key; with few (decode) a lane is an element of the head, then of the keys, which are read where they
-// lie: there the memory is what costs, so the next ones are sent for meanwhile.
+// Keys are taken 64 at a time with an online softmax (Milakov and Gimelshein 2018; FlashAttention-2). Two ways to the
+// scores: with many queries a lane is a query, and keys, widened first, are broadcast against the transposed queries,
+// so nothing is ever transposed per key; with few (decode) a lane is an element of the head, then of the keys, which
+// are read where they lie: there the memory is what costs, so the next ones are sent for meanwhile.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +22,8 @@ constexpr int64_t FEW = 8;         // up to so many queries take the decode path
 constexpr float NOTHING = -1e30f;  // a running maximum before any key
 constexpr float HIDDEN = -3e38f;   // a masked score: its exponential is 0 against any maximum
 
-// Per-thread memory, kept from call to call and laid out for one tile: `lanes` is the number of queries rounded up to whole
-// vectors.
+// Per-thread memory, kept from call to call and laid out for one tile: `lanes` is the number of queries rounded up to
+// whole vectors.
 struct Scratch {
     float *queries, *scores, *sums, *keys, *values, *maxima, *totals, *rescale;
     int32_t* positions;

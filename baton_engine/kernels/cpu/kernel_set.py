@@ -1,7 +1,7 @@
 """The CPU fast path: checked wrappers over the C functions of attention.cpp and fused.cpp.
 
-Every wrapper has a twin in reference.py. Checks are of shape, dtype and layout only: what block tables and slots say has
-been checked where the batch was built.
+Every wrapper has a twin in reference.py. Checks are of shape, dtype and layout only: what block tables and slots say
+has been checked where the batch was built.
 """
 
 import ctypes

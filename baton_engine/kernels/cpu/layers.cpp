@@ -1,8 +1,9 @@
-// Whole decoder layers in one call, on one team of threads: with few tokens, going back to Python between the parts of a layer
-// and waking the threads for each would cost as much as half of the computing.
+// Whole decoder layers in one call, on one team of threads: with few tokens, going back to Python between the parts of
+// a layer and waking the threads for each would cost as much as half of the computing.
 //
-// Tokens go through the products in blocks, so that what lies between two products stays in the cache however long a prompt's
-// chunk is. Attention in between takes them all at once: every thread finds work, also when rows are few and long.
+// Tokens go through the products in blocks, so that what lies between two products stays in the cache however long a
+// prompt's chunk is. Attention in between takes them all at once: every thread finds work,
+// also when rows are few and long.
 
 #include <algorithm>
 #include <type_traits>

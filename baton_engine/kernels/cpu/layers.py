@@ -1,5 +1,6 @@
-"""Whole decoder layers of the CPU in one call of C++ (layers.cpp): between the decoder, which gives it a step's tokens, and the
-products and kernels that it could also call one by one, at the cost of some hundred ways through Python per step.
+"""Whole decoder layers of the CPU in one call of C++ (layers.cpp): between the decoder, which gives it a step's tokens,
+and the products and kernels that it could also call one by one,
+at the cost of some hundred ways through Python per step.
 
 Only for matrices that are held in panels (`baton_engine.kernels.cpu.matmul`), all of one kind.
 """
@@ -146,8 +147,8 @@ class CpuLayers:
         self._functions = {pages: _function(library, dtype, pages) for pages in page_dtypes(dtype)}
 
     def use_pages(self, pages: Sequence[torch.Tensor]) -> None:
-        """Where keys and values go from now on: each layer's arena, `[num_blocks, num_kv_heads, 2, block_tokens, head_dim]`, all of
-        the same dtype.
+        """Where keys and values go from now on: each layer's arena,
+        `[num_blocks, num_kv_heads, 2, block_tokens, head_dim]`, all of the same dtype.
         """
         if len(pages) == len(self._pages) and all(map(_is_same, pages, self._pages)):
             return

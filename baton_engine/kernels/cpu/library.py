@@ -1,8 +1,8 @@
 """Loads the CPU kernels, which are built with the package (`baton.native`), and gives them torch's thread pool.
 
-Plain C functions over ctypes, which releases the interpreter's lock. They must run on the thread pool that torch already
-has, because two pools on the same cores slow each other many times over. So the library is linked against no OpenMP runtime:
-it finds the one that this process has loaded.
+Plain C functions over ctypes, which releases the interpreter's lock. They must run on the thread pool that torch
+already has, because two pools on the same cores slow each other many times over. So the library is linked against no
+OpenMP runtime: it finds the one that this process has loaded.
 """
 
 import ctypes
@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """The kernels as a shared library; None where they are not built or torch has no OpenMP, and the reason is logged, once."""
+    """The kernels as a shared library; None where they are not built or torch has no OpenMP,
+    and the reason is logged, once.
+    """
     try:
         _share_openmp_runtime()
         return native.load(native.CPU_KERNELS)

@@ -1,8 +1,8 @@
 """Matrix products of the CPU over weights that are smaller than what is computed in: bfloat16 as stored, or int8.
 
-A decode step reads every weight once and computes little with it, so its time is the size of the weights. Both products are
-done by C functions (matmul_bfloat16.cpp, matmul_bfloat16_pairs.cpp, matmul_int8.cpp) on weights that are put in their reading order once, at load. A
-row's result does not depend on the other rows of the call.
+A decode step reads every weight once and computes little with it, so its time is the size of the weights. Both products
+are done by C functions (matmul_bfloat16.cpp, matmul_bfloat16_pairs.cpp, matmul_int8.cpp) on weights that are put in
+their reading order once, at load. A row's result does not depend on the other rows of the call.
 """
 
 import ctypes
@@ -24,12 +24,16 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 def reads_bfloat16() -> bool:
-    """Whether `BFloat16Panels` runs well here: the kernels are built for a processor that multiplies and adds in one instruction."""
+    """Whether `BFloat16Panels` runs well here: the kernels are built for a processor that multiplies and adds in one
+    instruction.
+    """
     return load_library() is not None and native.built_variant(native.CPU_KERNELS).fuses
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 by itself and sums in float32: AVX-512 with bfloat16, and the kernels built."""
+    """Whether the processor multiplies bfloat16 by itself and sums in float32: AVX-512 with bfloat16,
+    and the kernels built.
+    """
     return "avx512_bf16" in cpu_flags() and built_for("avx512f")
 
 
@@ -52,8 +56,8 @@ class BFloat16Panels:
         bias: `[out]` float32.
         inputs: Width of `x`.
         outputs: Width of the result.
-        pairs: An `x` of bfloat16 is multiplied as such, by a processor that does so (`multiplies_bfloat16`); else it is widened
-            too, which rounds sums elsewhere.
+        pairs: An `x` of bfloat16 is multiplied as such, by a processor that does so (`multiplies_bfloat16`); else it is
+            widened too, which rounds sums elsewhere.
     """
 
     panels: torch.Tensor
@@ -105,7 +109,8 @@ class BFloat16Panels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8Panels:
-    """The same with int8 weights, a scale per output; activations are rounded to int8 per row and 64 inputs on the way in.
+    """The same with int8 weights, a scale per output;
+    activations are rounded to int8 per row and 64 inputs on the way in.
 
     Attributes:
         panels: `[ceil(out / C), ceil(in / 64) * 16, C, 4]` uint8, 128 more than the weights; C as above.

@@ -1,8 +1,9 @@
-// x * weight^T for bfloat16 weights on processors that multiply only float32: weights are read at half the bytes of float32
-// and widened in registers (few rows: the memory is what costs) or once per block of rows (many: the arithmetic is).
+// x * weight^T for bfloat16 weights on processors that multiply only float32: weights are read at half the bytes of
+// float32 and widened in registers (few rows: the memory is what costs) or once per block of rows (many: the arithmetic
+// is).
 //
-//   weight [panels][inputs / 2][PANEL columns][2]: a pair of consecutive inputs shares 32 bits, so that widening takes one
-//   shift or one mask; columns and inputs beyond the matrix are zero
+//   weight [panels][inputs / 2][PANEL columns][2]: a pair of consecutive inputs shares 32 bits, so that widening takes
+//   one shift or one mask; columns and inputs beyond the matrix are zero
 
 #include "tiles.h"
 

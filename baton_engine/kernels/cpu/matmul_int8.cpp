@@ -1,9 +1,10 @@
-// x * weight^T for int8 weights with a scale per output column, on processors with AVX-512 VNNI. Activations are rounded to
-// int8 as they come, with a scale per row and 64 inputs (as llama.cpp's q8_0 does per 32): an outlier spoils no more than
-// its own group. Products of a group add up exactly in int32, groups in float32.
+// x * weight^T for int8 weights with a scale per output column, on processors with AVX-512 VNNI. Activations are
+// rounded to int8 as they come, with a scale per row and 64 inputs (as llama.cpp's q8_0 does per 32): an outlier spoils
+// no more than its own group. Products of a group add up exactly in int32, groups in float32.
 //
-//   weight [panels][inputs / 4][32 columns][4], uint8: the signed value plus 128, since the instruction multiplies unsigned
-//   by signed; what that adds is taken off by the sum of the activations. Columns and inputs beyond the matrix are 128.
+//   weight [panels][inputs / 4][32 columns][4], uint8: the signed value plus 128, since the instruction multiplies
+//   unsigned by signed; what that adds is taken off by the sum of the activations.
+//   Columns and inputs beyond the matrix are 128.
 
 #include "tiles.h"
 
@@ -46,8 +47,8 @@ void quantise(const T* from, int64_t count, int64_t height, int32_t* words, int3
     *scale = largest / 127.0f;
 }
 
-// acc += four unsigned times four signed bytes in each lane; `word` is the same for all lanes. By hand, because GCC 12 copies
-// every accumulator around the intrinsic.
+// acc += four unsigned times four signed bytes in each lane; `word` is the same for all lanes. By hand, because GCC 12
+// copies every accumulator around the intrinsic.
 inline void dot(__m512i& acc, __m512i weights, const int32_t* word) {
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*word));
 }

@@ -1,7 +1,7 @@
 // What the CPU kernels share: vectors of floats, bfloat16 as storage, and an exponential that vectorises.
 //
-// Vectors are GCC's portable ones and fill a register of the instruction set. All arithmetic is float32; bfloat16 is widened on
-// load and rounded to nearest even on store.
+// Vectors are GCC's portable ones and fill a register of the instruction set. All arithmetic is float32; bfloat16 is
+// widened on load and rounded to nearest even on store.
 #pragma once
 
 #ifdef __AVX2__
@@ -141,8 +141,8 @@ inline void transpose(Vec rows[LANES]) {
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// exp(x) for x <= 88, within 2 units in the last place; exactly 0 below -87, and what is not a number stays none, so that it
-// shows in the logits. Cody and Waite's reduction, Cephes' polynomial.
+// exp(x) for x <= 88, within 2 units in the last place; exactly 0 below -87, and what is not a number stays none, so
+// that it shows in the logits. Cody and Waite's reduction, Cephes' polynomial.
 inline Vec exponential(Vec x) {
     const Vec least = splat(-87.0f);
     IntVec vanishes = x < least;

@@ -1,8 +1,8 @@
-"""Which product serves bfloat16 weights on this CPU: measured once per processor, before a model is loaded, and kept in the user's
-cache directory. `python -m baton_engine.kernels.cpu.product_choice` says which.
+"""Which product serves bfloat16 weights on this CPU: measured once per processor, before a model is loaded, and kept in
+the user's cache directory. `python -m baton_engine.kernels.cpu.product_choice` says which.
 
-A processor's flags say what it can do, not what is fast there: of two with AVX-512 for bfloat16, one multiplied bfloat16 by oneDNN
-at half the speed of float32, the other at twice.
+A processor's flags say what it can do, not what is fast there: of two with AVX-512 for bfloat16, one multiplied
+bfloat16 by oneDNN at half the speed of float32, the other at twice.
 """
 
 import json
@@ -36,7 +36,9 @@ from baton_engine.kernels.cpu.matmul import (
 logger = logging.getLogger(__name__)
 
 ROWS = (1, 8, 32, 256)
-"""Tokens of the products that are compared: decodes of different batches and a chunk of a prompt, each with the same weight."""
+"""Tokens of the products that are compared: decodes of different batches and a chunk of a prompt,
+each with the same weight.
+"""
 _OUTPUTS, _INPUTS, _MATRICES = 2048, 2048, 2
 _ROUNDS = 3
 _WORTH_TWICE_THE_MEMORY = 1.1
@@ -53,7 +55,9 @@ class Bfloat16Product(StrEnum):
     PAIRS = "pairs"
     """The same code with the instructions for bfloat16 of AVX-512: of bfloat16, summed in float32."""
     MIXED = "mixed"
-    """`pairs` for steps of up to `FEW_TOKENS`, `onednn` for more: the weights are held for both, in twice the memory."""
+    """`pairs` for steps of up to `FEW_TOKENS`, `onednn` for more: the weights are held for both,
+    in twice the memory.
+    """
     ONEDNN = "onednn"
     """torch's oneDNN, of bfloat16 and in bfloat16, product by product."""
     WIDENED = "widened"
@@ -62,7 +66,9 @@ class Bfloat16Product(StrEnum):
 
 AUTO = "auto"
 FEW_TOKENS = 32
-"""Of `ROWS`: a step of more has prompts in it, and its time is that of multiplying, no longer that of reading weights."""
+"""Of `ROWS`: a step of more has prompts in it, and its time is that of multiplying,
+no longer that of reading weights.
+"""
 IN_PANELS = (Bfloat16Product.PANELS, Bfloat16Product.PAIRS)
 """Those whose weights are `BFloat16Panels` and nothing else."""
 COMPUTED_IN = {
@@ -88,7 +94,8 @@ class Comparison:
     unkept: str = ""
 
     def fastest(self, *, one_for_all: bool = False) -> Bfloat16Product:
-        """By the geometric mean over `ROWS`; `MIXED` where it is faster than any other by more than `_WORTH_TWICE_THE_MEMORY`.
+        """By the geometric mean over `ROWS`; `MIXED` where it is faster than any other by more than
+        `_WORTH_TWICE_THE_MEMORY`.
 
         Args:
             one_for_all: A row's bits must not depend on how many there are: then it is never `MIXED`.
@@ -144,7 +151,9 @@ def _can_mix(products: Iterable[Bfloat16Product]) -> bool:
 
 
 def rounding(product: Bfloat16Product) -> str:
-    """What decides the bits of a result on this CPU: the product, the instructions that our kernels are built for, and torch's."""
+    """What decides the bits of a result on this CPU: the product, the instructions that our kernels are built for,
+    and torch's.
+    """
     try:
         kernels = native.built_variant(native.CPU_KERNELS).name
     except native.NotBuiltError:
@@ -155,13 +164,15 @@ def rounding(product: Bfloat16Product) -> str:
 def choose_product(
     asked: str, device: torch.device, *, is_used: bool = True, must_agree: bool = False
 ) -> Bfloat16Product:
-    """The product to use. Blocks for up to a second where several may be the fastest and they were not compared here yet.
+    """The product to use. Blocks for up to a second where several may be the fastest and they were not compared here
+    yet.
 
     Args:
         asked: `auto`, or the name of a product.
         device: Where the model will run; on a GPU the answer is of no consequence, and nothing is measured.
         is_used: Whether weights are held as bfloat16; otherwise likewise.
-        must_agree: Whether every worker here has to choose the same: then `auto` needs a place to keep what was measured.
+        must_agree: Whether every worker here has to choose the same:
+            then `auto` needs a place to keep what was measured.
 
     Raises:
         ConfigError: That product does not run here; or `auto` may give another one to the next worker.
@@ -198,8 +209,8 @@ def choose_product(
 
 
 def measured(possible: Sequence[Bfloat16Product]) -> Comparison:
-    """The comparison of `possible` on this processor: from the cache directory, or made now and put there. Processes that
-    start at the same time wait for one of them.
+    """The comparison of `possible` on this processor: from the cache directory, or made now and put there. Processes
+    that start at the same time wait for one of them.
     """
     try:
         path = _cache_directory() / f"products-{_key(possible)}.json"
@@ -229,7 +240,9 @@ def _unkept(comparison: Comparison, error: Exception) -> Comparison:
 
 
 def compare(possible: Sequence[Bfloat16Product]) -> Comparison:
-    """Times the products in turn, on one thread and by its processor time: what else the machine does then counts little."""
+    """Times the products in turn, on one thread and by its processor time:
+    what else the machine does then counts little.
+    """
     weights = [torch.randn(_OUTPUTS, _INPUTS).bfloat16() for _ in range(_MATRICES)]
     multiplying = {name: [_product(name, weight) for weight in weights] for name in possible}
     inputs = {

@@ -1,5 +1,5 @@
-// The parts of a decoder layer as operations that all threads of a team call together: they divide the work among themselves,
-// and what they wrote may be read once they return. Outside a parallel region the caller is a team of one.
+// The parts of a decoder layer as operations that all threads of a team call together: they divide the work among
+// themselves, and what they wrote may be read once they return. Outside a parallel region the caller is a team of one.
 #pragma once
 
 #include <vector>
@@ -15,7 +15,8 @@ struct Matrix {
     int64_t inputs, columns;
 };
 
-// out [rows][columns] = x [rows][inputs] * matrix^T; `packed` is memory of the team, `packed_floats(rows, inputs)` of tiles.h.
+// out [rows][columns] = x [rows][inputs] * matrix^T; `packed` is memory of the team, `packed_floats(rows, inputs)` of
+// tiles.h.
 template <typename T>
 void multiply_bfloat16(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed);
 // x is multiplied as bfloat16, by a processor with avx512_bf16.

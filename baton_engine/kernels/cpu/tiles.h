@@ -1,8 +1,9 @@
 // How the matrix products of matmul_bfloat16.cpp, matmul_bfloat16_pairs.cpp and matmul_int8.cpp divide their work.
 //
-// Weights lie in panels of a few vectors of output columns, in the order in which they are read. Rows of activations are packed in
-// tiles, so that one pass over a panel serves a tile: its sums fill most registers. Every output adds up its products in the same
-// order whatever the number of rows, so that a row's result does not depend on the batch it is computed in.
+// Weights lie in panels of a few vectors of output columns, in the order in which they are read. Rows of activations
+// are packed in tiles, so that one pass over a panel serves a tile: its sums fill most registers. Every output adds up
+// its products in the same order whatever the number of rows,
+// so that a row's result does not depend on the batch it is computed in.
 #pragma once
 
 #include <omp.h>
@@ -15,7 +16,8 @@
 
 namespace baton {
 
-// Short vectors want broad tiles, of which 16 sums hide the latency of a product; long ones as many sums as leave registers for operands.
+// Short vectors want broad tiles, of which 16 sums hide the latency of a product;
+// long ones as many sums as leave registers for operands.
 constexpr bool BROAD = REGISTERS / LANES >= 8;
 constexpr int ACROSS = BROAD ? 4 : 2;                             // vectors of a panel
 constexpr int64_t PANEL = ACROSS * LANES;                         // columns

@@ -1,9 +1,10 @@
-"""Attention of decodes over KV pages on a GPU: one token per row, its context cut into pieces that are attended to at once.
+"""Attention of decodes over KV pages on a GPU: one token per row,
+its context cut into pieces that are attended to at once.
 
-A program takes one piece of one row for one KV head. The query heads that share it are the rows of the matrix product, so each
-key is read once for all of them (the idea of TensorRT-LLM's XQA). A second kernel adds up the pieces of each row, weighted by
-how much of the softmax each one saw. Which pieces there are stands in `splits.Splits`: no grid depends on a length, so both can
-be captured in a CUDA graph.
+A program takes one piece of one row for one KV head. The query heads that share it are the rows of the matrix product,
+so each key is read once for all of them (the idea of TensorRT-LLM's XQA). A second kernel adds up the pieces of each
+row, weighted by how much of the softmax each one saw. Which pieces there are stands in `splits.Splits`: no grid depends
+on a length, so both can be captured in a CUDA graph.
 
 The torch twin is `reference.paged_attention`.
 """
@@ -232,8 +233,8 @@ def launch(
 
 
 def programs_per_multiprocessor(num_heads: int, pages: torch.Tensor) -> int:
-    """How many programs a multiprocessor holds at once of the kernel that decodes without a window are attended by; compiles it, which
-    blocks for about a second where it is not in Triton's cache.
+    """How many programs a multiprocessor holds at once of the kernel that decodes without a window are attended by;
+    compiles it, which blocks for about a second where it is not in Triton's cache.
 
     Args:
         num_heads: Query heads.
@@ -274,8 +275,8 @@ def programs_per_multiprocessor(num_heads: int, pages: torch.Tensor) -> int:
 
 
 def decode_tile(head_dim: int, group: int) -> dict[str, int]:
-    """Launch settings: the next tile's keys and values are fetched while this one's are multiplied, from two buffers each, which shared
-    memory holds for two or three programs per multiprocessor.
+    """Launch settings: the next tile's keys and values are fetched while this one's are multiplied, from two buffers
+    each, which shared memory holds for two or three programs per multiprocessor.
     """
     return {
         "rows": max(_LEAST_ROWS, triton.next_power_of_2(group)),

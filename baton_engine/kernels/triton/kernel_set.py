@@ -1,9 +1,11 @@
-"""The GPU's kernels as a `KernelSet`: Triton for everything but matrix products, or for these too where bits must not depend on the batch.
+"""The GPU's kernels as a `KernelSet`: Triton for everything but matrix products,
+or for these too where bits must not depend on the batch.
 
-What is called in every layer launches without looking at what it was given (`KernelSet`); who calls a kernel by itself takes the function of its
-module that does.
+What is called in every layer launches without looking at what it was given (`KernelSet`); who calls a kernel by itself
+takes the function of its module that does.
 
-Imported by `baton_engine.kernels.select` alone, where Triton is installed. Under `TRITON_INTERPRET=1` the same code runs on the CPU.
+Imported by `baton_engine.kernels.select` alone, where Triton is installed.
+Under `TRITON_INTERPRET=1` the same code runs on the CPU.
 """
 
 import torch
@@ -38,8 +40,8 @@ class TritonKernels:
         self._multiprocessors = multiprocessors
 
     def split_rule(self, num_heads: int, pages: torch.Tensor) -> SplitRule | None:
-        """See `KernelSet.split_rule`: as many pieces as the GPU works on at once, and no more of a row than are soon added up, unless
-        fewer left multiprocessors idle.
+        """See `KernelSet.split_rule`: as many pieces as the GPU works on at once, and no more of a row than are soon
+        added up, unless fewer left multiprocessors idle.
         """
         expect_pages(pages)
         expect_heads(num_heads, pages)
@@ -102,8 +104,8 @@ class TritonKernels:
 
 
 class InvariantTritonKernels(TritonKernels):
-    """A `BatchInvariant` for one GPU: every token goes through the prompts' attention, which takes its keys in the same order whether
-    it was decoded or computed with others, and is one loop for all tiles.
+    """A `BatchInvariant` for one GPU: every token goes through the prompts' attention, which takes its keys in the same
+    order whether it was decoded or computed with others, and is one loop for all tiles.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,13 @@
-"""Moves scattered pages on a GPU in one launch, from where they lie in one arena to where they belong in another that this GPU
-reaches (a peer's through CUDA IPC).
+"""Moves scattered pages on a GPU in one launch, from where they lie in one arena to where they belong in another that
+this GPU reaches (a peer's through CUDA IPC).
 
     here    . 5 . 2 . . 7
               │   └──│─────┐
               └──┐   └──┐  │
     there   . . .5. . . 7. 2
 
-A copy engine takes microseconds to begin each copy, which for a page of 16 KiB is most of its time; one kernel begins once. It is
-told addresses, so that pages of several prompts go together. The pure-torch twin is `reference.move_pages`.
+A copy engine takes microseconds to begin each copy, which for a page of 16 KiB is most of its time; one kernel begins
+once. It is told addresses, so that pages of several prompts go together. The pure-torch twin is `reference.move_pages`.
 """
 
 import threading
@@ -59,8 +59,9 @@ def move_rows(addresses: torch.Tensor, length: int, alignment: int = _WORD_BYTES
     """Copies runs of bytes, on the current stream of their device; does not wait.
 
     Args:
-        addresses: `[n, 2]` int64 on the device: where each run is and where it goes, multiples of `alignment`. No run may be
-            written that another one of the call reads, and one that is written twice has to get the same bytes both times.
+        addresses: `[n, 2]` int64 on the device: where each run is and where it goes, multiples of `alignment`. No run
+            may be written that another one of the call reads,
+            and one that is written twice has to get the same bytes both times.
         length: Bytes of each run, a multiple of 8.
         alignment: 8 or 16 bytes.
 
@@ -84,8 +85,8 @@ def move_rows(addresses: torch.Tensor, length: int, alignment: int = _WORD_BYTES
 
 
 class PageKernel:
-    """Moves pages between mapped arenas by one launch (a `kv_transfer.backends.cuda_ipc.PageMover`, made by the worker that hosts both
-    packages).
+    """Moves pages between mapped arenas by one launch (a `kv_transfer.backends.cuda_ipc.PageMover`, made by the worker
+    that hosts both packages).
 
     Args:
         device: The GPU; on a CPU, under Triton's interpreter, pages are moved at once.
@@ -125,7 +126,9 @@ class PageKernel:
         return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self._device))
 
     def _brought(self, addresses: Addresses) -> torch.Tensor:
-        """On the device. From pinned memory, for otherwise the host would wait for all that the stream was given before."""
+        """On the device. From pinned memory, for otherwise the host would wait for all that the stream was given
+        before.
+        """
         here = torch.from_numpy(addresses)
         if self._device.type != "cuda":
             return here

@@ -1,7 +1,8 @@
-"""Adds up the words of pages on a GPU: the checksum `word_sum` of `kv_transfer.memory.page_hash`, which says what it is and why.
+"""Adds up the words of pages on a GPU: the checksum `word_sum` of `kv_transfer.memory.page_hash`,
+which says what it is and why.
 
-Every word is mixed with its place in the page first, so the order of adding does not matter: a page is cut into tiles, a program
-adds up one of them. The pure-torch twin is `reference.sum_pages`.
+Every word is mixed with its place in the page first, so the order of adding does not matter: a page is cut into tiles,
+a program adds up one of them. The pure-torch twin is `reference.sum_pages`.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ def sum_pages(pages: torch.Tensor, blocks: torch.Tensor, first_word: int = 0) ->
     """The word sums of rows, on the current stream of their device; does not wait.
 
     Args:
-        pages: `[num_pages, row_bytes]` uint8; rows may lie apart, their bytes may not. `row_bytes`, the rows' distance and the
-            first address are multiples of 8.
+        pages: `[num_pages, row_bytes]` uint8; rows may lie apart, their bytes may not. `row_bytes`, the rows' distance
+            and the first address are multiples of 8.
         blocks: `[n]` int32 or int64, on the same device: which rows.
         first_word: Place of a row's first word, where the row is a later part of what is summed.
 
@@ -62,7 +63,8 @@ def sum_pages(pages: torch.Tensor, blocks: torch.Tensor, first_word: int = 0) ->
 
 
 class PageSums:
-    """Hashes of an arena on a GPU (a `kv_transfer.memory.page_hash.PageHashes` of the rule `word_sum`), on a stream of its own.
+    """Hashes of an arena on a GPU (a `kv_transfer.memory.page_hash.PageHashes` of the rule `word_sum`),
+    on a stream of its own.
 
     Args:
         layers: Each layer's pages, `[num_blocks, page_layer_bytes]` uint8.
@@ -81,7 +83,9 @@ class PageSums:
     def of_layer(
         self, layer_index: int, blocks: Sequence[int], parts: Sequence[slice] = ()
     ) -> npt.NDArray[np.uint64]:
-        """The sum of each page, `[len(blocks)]`; of `parts` of each. Called from any thread; blocks until they are on the host."""
+        """The sum of each page, `[len(blocks)]`; of `parts` of each. Called from any thread;
+        blocks until they are on the host.
+        """
         # No stream, no GPU: the context does nothing then.
         with torch.cuda.stream(self._stream):
             pages = self._layers[layer_index]

@@ -1,4 +1,5 @@
-"""What the GPU's attention kernels share: how a tile of keys is found in the pages, and one round of the online softmax.
+"""What the GPU's attention kernels share: how a tile of keys is found in the pages,
+and one round of the online softmax.
 
     pages [num_blocks, num_kv_heads, 2, block_tokens, head_dim]      a tile of keys lies in one page, or gathers from several
 
@@ -13,10 +14,12 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def blocks_of_tile(table, first, end, block_tokens: tl.constexpr, tile: tl.constexpr):
-    """The pages of the keys `[first, first + tile)` of a sequence: one number where a page holds them all, else `[tile]`, int32.
+    """The pages of the keys `[first, first + tile)` of a sequence: one number where a page holds them all, else
+    `[tile]`, int32.
 
-    Read a round before they are needed: a load whose address was loaded in the same round keeps the compiler from fetching the
-    next tile's keys and values while this one's are multiplied. Nothing of `table` is read for keys from `end` on.
+    Read a round before they are needed: a load whose address was loaded in the same round keeps the compiler from
+    fetching the next tile's keys and values while this one's are multiplied.
+    Nothing of `table` is read for keys from `end` on.
     """
     if block_tokens >= tile:
         blocks = tl.load(table + first // block_tokens, mask=first < end, other=0)
@@ -36,8 +39,8 @@ def key_rows(
     head_dim: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """Where the keys `[first, first + tile)` of a sequence lie, in elements from the arena's start, `[tile]` int64; their values
-    lie `block_tokens * head_dim` further. `first` is a multiple of `tile`; `blocks` are its pages.
+    """Where the keys `[first, first + tile)` of a sequence lie, in elements from the arena's start, `[tile]` int64;
+    their values lie `block_tokens * head_dim` further. `first` is a multiple of `tile`; `blocks` are its pages.
     """
     slot = (first + tl.arange(0, tile)) % block_tokens
     if block_tokens >= tile:
@@ -69,8 +72,8 @@ def attend_tile(
 ):
     """One round: `query` `[rows, width]` over the keys `[first, first + tile)`.
 
-    The tile's pages are `blocks` (`blocks_of_tile`). Without `hides` every row sees every key of the tile. The bits of a row's result are the same either way, and do not depend
-    on which other rows are in the tile.
+    The tile's pages are `blocks` (`blocks_of_tile`). Without `hides` every row sees every key of the tile. The bits of
+    a row's result are the same either way, and do not depend on which other rows are in the tile.
 
     Returns:
         `sums` `[rows, width]`, `total` `[rows]` and `highest` `[rows]` with these keys taken in.

@@ -1,14 +1,14 @@
 """Causal attention of prompt chunks over KV pages on a GPU: what was cached before the chunk, and the chunk itself.
 
-A program takes some tokens of one row times all query heads that share a KV head: these are the rows of one matrix product, so
-a page is read once for the whole group. Which row of the batch a program works for it finds itself, by bisection over the rows'
-first tokens, so the host need not know their lengths.
+A program takes some tokens of one row times all query heads that share a KV head: these are the rows of one matrix
+product, so a page is read once for the whole group. Which row of the batch a program works for it finds itself, by
+bisection over the rows' first tokens, so the host need not know their lengths.
 
     keys   0 ........ begin ........ full ........... end       a tile of queries sees [begin, end): before `begin` all are out of
            | outside  |  all visible   | partly hidden |        the window, and only keys near the diagonal need a mask
 
-The torch twin is `reference.paged_attention`. A token's bits do not depend on how its prompt was cut into chunks: tiles of
-keys begin at multiples of the tile, and a hidden key adds exactly nothing.
+The torch twin is `reference.paged_attention`. A token's bits do not depend on how its prompt was cut into chunks: tiles
+of keys begin at multiples of the tile, and a hidden key adds exactly nothing.
 """
 
 import torch
@@ -49,8 +49,8 @@ def prefill_attention_kernel(
     scaled: tl.constexpr,
     uniform: tl.constexpr,
 ):
-    """`rows` queries against tiles of `tile` keys; `width` is `head_dim` rounded up to a power of two. With `uniform` every tile of keys
-    goes through the same loop, whether it needs a mask or not.
+    """`rows` queries against tiles of `tile` keys; `width` is `head_dim` rounded up to a power of two. With `uniform`
+    every tile of keys goes through the same loop, whether it needs a mask or not.
     """
     group: tl.constexpr = heads // kv_heads
     tokens: tl.constexpr = rows // group
@@ -129,7 +129,9 @@ def prefill_attention_kernel(
 
 @triton.jit
 def row_of(query_starts, origin, unit, num_rows, tokens: tl.constexpr):
-    """The row that the tile of queries `unit` belongs to. Row r has its tiles from (its first token / tokens + r) on."""
+    """The row that the tile of queries `unit` belongs to.
+    Row r has its tiles from (its first token / tokens + r) on.
+    """
     low = 0
     high = num_rows
     while low < high:
@@ -153,7 +155,8 @@ def prefill_attention(
     out: torch.Tensor | None = None,
     uniform: bool = False,
 ) -> torch.Tensor:
-    """See `KernelSet.paged_attention`; rows may have any number of tokens. One whose context is empty attends to nothing and gets zeros.
+    """See `KernelSet.paged_attention`; rows may have any number of tokens.
+    One whose context is empty attends to nothing and gets zeros.
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`.
@@ -224,9 +227,9 @@ def launch(
 
 
 def tile_of(head_dim: int, group: int, *, hopper: bool, narrow: bool = False) -> dict[str, int]:
-    """Launch settings that keep everything in registers, and let a multiprocessor hold two programs wherever that is possible, so that
-    one's softmax runs under the other's matrix products. Pages that matrix instructions do not read as they are, those of 8 bits
-    (`narrow`) and any before Hopper, take a stage more until two buffers are in turn.
+    """Launch settings that keep everything in registers, and let a multiprocessor hold two programs wherever that is
+    possible, so that one's softmax runs under the other's matrix products. Pages that matrix instructions do not read
+    as they are, those of 8 bits (`narrow`) and any before Hopper, take a stage more until two buffers are in turn.
     """
     width = triton.next_power_of_2(head_dim)
     wide = width > 128

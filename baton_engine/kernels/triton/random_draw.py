@@ -1,9 +1,10 @@
-"""Random draws of a step on a GPU, over (rows, tiles of the vocabulary): no sort, no synchronisation, the same definition as everywhere.
+"""Random draws of a step on a GPU, over (rows, tiles of the vocabulary): no sort, no synchronisation,
+the same definition as everywhere.
 
-The torch twin, and the definition, is `baton_engine.sampling.draws.draw_with_torch`. Weights are floats between 0 and 1, whose bits
-rise as they do, so a row's threshold is found digit by digit: a pass counts, or sums, in every tile what reaches each of 64 edges, and
-five passes give the very weight that a sort would. (FlashInfer's sampling looks at a row again and again in one program; radix
-selection is Alabi et al. 2012.)
+The torch twin, and the definition, is `baton_engine.sampling.draws.draw_with_torch`. Weights are floats between 0 and
+1, whose bits rise as they do, so a row's threshold is found digit by digit: a pass counts, or sums, in every tile what
+reaches each of 64 edges, and five passes give the very weight that a sort would. (FlashInfer's sampling looks at a row
+again and again in one program; radix selection is Alabi et al. 2012.)
 
     weigh    exp((score - highest) / temperature) and its sum            of every tile
     top-k    the highest limit that k weights reach                      5 passes over every tile, where any row has one
@@ -11,9 +12,9 @@ selection is Alabi et al. 2012.)
     keep     the sum of what reaches the limits                          of every tile, where any row has any
     pick     the tile in which the target lies, and the token in it      of every row, one tile per sample
 
-A pass reads what the one before it left of all tiles of the row, and so every program knows the digit that it comes to. Sums are float64,
-taken in one order whatever else is in the batch: a row draws the same alone and among others. What the limits leave out, or weighs
-nothing, is never drawn.
+A pass reads what the one before it left of all tiles of the row, and so every program knows the digit that it comes to.
+Sums are float64, taken in one order whatever else is in the batch: a row draws the same alone and among others. What
+the limits leave out, or weighs nothing, is never drawn.
 """
 
 import torch
@@ -104,8 +105,9 @@ def top_p_kernel(
     passes: tl.constexpr,
     after_top_k: tl.constexpr,
 ):
-    """Pass `number`, from `passes` on, over one tile of one row: how much of its mass reaches each edge. What top-k left out counts for
-    nothing: no edge lies below its limit, which is kept in the row of `lows` behind those of all passes.
+    """Pass `number`, from `passes` on, over one tile of one row: how much of its mass reaches each edge. What top-k
+    left out counts for nothing: no edge lies below its limit,
+    which is kept in the row of `lows` behind those of all passes.
     """
     row = tl.program_id(0)
     p = tl.load(top_p + row)
@@ -195,8 +197,8 @@ def pick_kernel(
     tiles,
     tile: tl.constexpr,
 ):
-    """All samples of one row: the first token whose running sum exceeds the target; the last that weighs anything, where rounding lets
-    none exceed it.
+    """All samples of one row: the first token whose running sum exceeds the target; the last that weighs anything,
+    where rounding lets none exceed it.
     """
     row = tl.program_id(0)
     limit = 0.0
@@ -295,7 +297,9 @@ def digit_of(
     digit_bits: tl.constexpr,
     passes: tl.constexpr,
 ):
-    """The bits found up to and including pass `number`: with the highest digit whose edge as much reaches as is wanted."""
+    """The bits found up to and including pass `number`:
+    with the highest digit whose edge as much reaches as is wanted.
+    """
     reached = reached_edges(partials, number, row, rows, tiles_width, digit_bits)
     # Of a row that is not finite none may be reached.
     digit = tl.maximum(tl.sum((reached >= wanted).to(tl.int32), 0) - 1, 0)
@@ -350,7 +354,8 @@ def random_draw(
         places: `[num_random]` int64, which rows draw; within `scores`.
         temperatures: `[num_random]` float32, above 0.
         targets: `[num_random, num_samples]` float64 in [0, 1), one per sample.
-        filters: top_k int64 (0 for none), top_p float64 and min_p float32 of the leading ones of `places`, `[num_filtering]` each.
+        filters: top_k int64 (0 for none), top_p float64 and min_p float32 of the leading ones of `places`,
+            `[num_filtering]` each.
         with_top_k: Whether any of them has a `top_k`; passes that none needs are not made.
         with_top_p: Whether any has a `top_p` below 1.
 
@@ -412,7 +417,9 @@ def _keep(
     with_top_k: bool,
     with_top_p: bool,
 ) -> torch.Tensor:
-    """Sums of what the filters leave of the leading rows, in `tile_sums`; gives their limits, `[num_filtering]` float32."""
+    """Sums of what the filters leave of the leading rows, in `tile_sums`; gives their limits,
+    `[num_filtering]` float32.
+    """
     top_k, top_p, min_p = filters
     rows, tiles, device = top_k.shape[0], tile_sums.shape[1], weights.device
     partials = torch.empty((2, rows, tiles, _DIGITS), dtype=torch.float64, device=device)

@@ -1,4 +1,5 @@
-"""Root-mean-square norm on a GPU, alone or with the residual addition before it: one program per token, one pass over memory.
+"""Root-mean-square norm on a GPU, alone or with the residual addition before it: one program per token,
+one pass over memory.
 
 The torch twin is `reference.rms_norm`. A token's result does not depend on how many others there are.
 """
@@ -38,7 +39,8 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Scales each row of `x` `[num_tokens, hidden]` to root mean square 1, then by `weight` `[hidden]` of the same dtype.
+    """Scales each row of `x` `[num_tokens, hidden]` to root mean square 1,
+    then by `weight` `[hidden]` of the same dtype.
 
     Raises:
         ValueError: A shape, dtype or device does not fit.

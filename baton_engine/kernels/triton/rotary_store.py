@@ -1,6 +1,8 @@
-"""Between the projection and attention on a GPU, in one pass: norms of the heads, rotation, keys and values to their pages.
+"""Between the projection and attention on a GPU, in one pass: norms of the heads, rotation,
+keys and values to their pages.
 
-The torch twin is `reference.rotate_and_store`. A program takes some heads of one token; heads come as queries, keys, values:
+The torch twin is `reference.rotate_and_store`. A program takes some heads of one token; heads come as queries,
+keys, values:
 
     qkv of a token   q0 q1 q2 q3 | k0 k1 | v0 v1        queries ─▶ out      keys, values ─▶ pages (rounded to 8 bits if those
                      rotated     | rotated | as is                                         are, after dividing by their scale)
@@ -16,7 +18,9 @@ from baton_engine.kernels.reference import FP8_MAX
 from baton_engine.kernels.triton.checks import expect_pages, expect_scales
 
 _HEADS = 8
-"""Heads per program: enough for whole cache lines, few enough that a single token still spreads over multiprocessors."""
+"""Heads per program: enough for whole cache lines,
+few enough that a single token still spreads over multiprocessors.
+"""
 
 
 @triton.jit
@@ -107,8 +111,8 @@ def rotate_and_store(
         norms: Applied per head before the rotation, if the model has them.
         pages: One layer's arena, in the dtype of `qkv` or in float8_e4m3fn.
         slots: `[num_tokens]` int64.
-        scales: `[num_kv_heads, 2]` float32, by which keys and values are divided before they are rounded to 8 bits; only with
-            pages of float8_e4m3fn.
+        scales: `[num_kv_heads, 2]` float32, by which keys and values are divided before they are rounded to 8 bits;
+            only with pages of float8_e4m3fn.
 
     Raises:
         ValueError: A shape, dtype or device does not fit.

@@ -1,14 +1,16 @@
-"""Matrix products on a GPU whose rows do not depend on each other, bit by bit: for engines that give a request the same bits in any
-batch. Under every linear layer and the output head of such an engine, in the place of torch's products.
+"""Matrix products on a GPU whose rows do not depend on each other, bit by bit: for engines that give a request the same
+bits in any batch. Under every linear layer and the output head of such an engine, in the place of torch's products.
 
-A library chooses its tiles, and in how many pieces a sum is taken, by the number of rows; the order of summation follows, and with it the
-last bits. Here all of this follows from the matrix alone (`tile_of`, `pieces_of`; thinking-machines' batch-invariant operators):
+A library chooses its tiles, and in how many pieces a sum is taken, by the number of rows; the order of summation
+follows, and with it the last bits. Here all of this follows from the matrix alone (`tile_of`, `pieces_of`;
+thinking-machines' batch-invariant operators):
 
     inputs   0 ......... run ......... 2 run ......... end      each piece is summed from zero, tile after tile, and pieces are added
              | piece 0   | piece 1     | piece 2       |        from the left: ((p0 + p1) + p2) + bias
 
-With few rows a program takes one piece of a tile, so that the whole GPU reads weights, and a second kernel adds the pieces up; with
-many a program takes all pieces of its tile. The additions are the same ones in the same order either way.
+With few rows a program takes one piece of a tile, so that the whole GPU reads weights, and a second kernel adds the
+pieces up; with many a program takes all pieces of its tile.
+The additions are the same ones in the same order either way.
 
 The torch twin is `reference.linear_by_row`.
 """
@@ -20,7 +22,9 @@ import triton.language as tl
 from baton_engine.kernels.checks import expect
 
 _PROGRAMS = 256
-"""Programs that keep a large GPU reading. A constant: with the number of multiprocessors, bits would be those of one model of GPU."""
+"""Programs that keep a large GPU reading. A constant: with the number of multiprocessors,
+bits would be those of one model of GPU.
+"""
 _MOST_PIECES = 8
 _LEAST_TILES = 8
 """Of inputs in a piece: fewer would not fill the pipeline of loads."""
@@ -28,7 +32,8 @@ _ADDED = 1024
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# Not to be compiled anew where the number of rows is 1, or divides by 16: one program for all batches, and nothing to compile in between.
+# Not to be compiled anew where the number of rows is 1, or divides by 16: one program for all batches,
+# and nothing to compile in between.
 @triton.jit(do_not_specialize=["num_rows"])
 def row_matmul_kernel(
     x,
@@ -47,8 +52,11 @@ def row_matmul_kernel(
     columns: tl.constexpr,
     depth: tl.constexpr,
 ):
-    """A tile of `rows` times `columns` results: with `apart` one piece of each, to `parts`, else all of them, to `out`."""
-    # Past the last row and column it is taken again, and dropped: cheaper than a mask, and never something that is not there.
+    """A tile of `rows` times `columns` results: with `apart` one piece of each, to `parts`, else all of them,
+    to `out`.
+    """
+    # Past the last row and column it is taken again, and dropped: cheaper than a mask,
+    # and never something that is not there.
     first_row = tl.program_id(0) * rows
     first_column = tl.program_id(1) * columns
     row = tl.minimum(tl.arange(0, rows), num_rows - 1 - first_row)
@@ -90,7 +98,9 @@ def sum_piece(
     columns: tl.constexpr,
     depth: tl.constexpr,
 ):
-    """Products of the inputs `[begin, begin + run)`, summed from zero in the order of the inputs, `[rows, columns]` float32."""
+    """Products of the inputs `[begin, begin + run)`, summed from zero in the order of the inputs, `[rows, columns]`
+    float32.
+    """
     at = tl.arange(0, depth)
     sums = tl.zeros([rows, columns], tl.float32)
     for first in tl.range(begin, tl.minimum(begin + run, inputs), depth):
@@ -135,10 +145,12 @@ def row_matmul(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, summed in float32; the bits of a row depend on that row of `x`, on `weight` and on `bias` alone.
+    """`x @ weight.T + bias`, summed in float32; the bits of a row depend on that row of `x`,
+    on `weight` and on `bias` alone.
 
     Args:
-        x: `[num_tokens, inputs]` float32, float16 or bfloat16; slow where 16 does not divide `inputs`, as it does in every model served.
+        x: `[num_tokens, inputs]` float32, float16 or bfloat16; slow where 16 does not divide `inputs`,
+            as it does in every model served.
         weight: `[outputs, inputs]` of the same dtype.
         bias: `[outputs]` of the same dtype; None for none.
         out_dtype: What the sums are rounded to; None for the dtype of `x`.
@@ -205,8 +217,9 @@ def launch(
 
 
 def tile_of(dtype: torch.dtype) -> dict[str, int]:
-    """Launch settings, one for all matrices of a dtype: 128 rows are two warp groups' worth of a Hopper matrix instruction, also where
-    one row is there, since another instruction might round otherwise. float32 has no such instruction.
+    """Launch settings, one for all matrices of a dtype: 128 rows are two warp groups' worth of a Hopper matrix
+    instruction, also where one row is there, since another instruction might round otherwise.
+    float32 has no such instruction.
     """
     if dtype == torch.float32:
         return {"rows": 32, "columns": 32, "depth": 32, "num_warps": 4, "num_stages": 2}
@@ -219,7 +232,9 @@ def is_small(num_tiles: int) -> bool:
 
 
 def pieces_of(outputs: int, inputs: int, dtype: torch.dtype) -> int:
-    """In how many pieces sums of `inputs` products are taken, so that a matrix of few `outputs` still keeps a GPU busy."""
+    """In how many pieces sums of `inputs` products are taken,
+    so that a matrix of few `outputs` still keeps a GPU busy.
+    """
     tile = tile_of(dtype)
     wanted = _PROGRAMS // -(-outputs // tile["columns"])
     return max(1, min(wanted, inputs // (tile["depth"] * _LEAST_TILES), _MOST_PIECES))

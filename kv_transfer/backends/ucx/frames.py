@@ -1,10 +1,12 @@
-"""The frames in which the backend `ucx` carries pages: a head, then as a message of its own the rows' bytes, back to back.
+"""The frames in which the backend `ucx` carries pages: a head, then as a message of its own the rows' bytes,
+back to back.
 
     head   magic version │ number │ layer offset row_bytes num_pages │ page ids …
     body   row 0 │ row 1 │ …
 
-A row is `row_bytes` of one page of one layer, from `offset` on. Nothing in a head is believed: the receiver compares every number
-with its own arena, and with the length of the body, before a byte of the body is received. The body goes from page to page.
+A row is `row_bytes` of one page of one layer, from `offset` on. Nothing in a head is believed: the receiver compares
+every number with its own arena, and with the length of the body, before a byte of the body is received.
+The body goes from page to page.
 """
 
 import struct
@@ -23,8 +25,9 @@ from kv_transfer.memory.pages import Pages
 from kv_transfer.plan import check_pages
 
 MAX_PAYLOAD_BYTES = 32 << 20
-"""Of one body. Bodies on their way share the wire and end at about the same time, so each window has a gap at its end: it
-should carry much more than a round trip's worth."""
+"""Of one body. Bodies on their way share the wire and end at about the same time, so each window has a gap at its end:
+it should carry much more than a round trip's worth.
+"""
 MAX_PAGES = 2000
 """Of one frame. Its head is then smaller than the pieces in which any transport sends."""
 _MAGIC = b"BUCX"

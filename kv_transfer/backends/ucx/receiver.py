@@ -1,7 +1,8 @@
-"""The receiving half of the backend `ucx` (`worker.py` says how it works): lets peers attach, and gives each a session with a thread of its own, which
-checks heads and receives bodies into the pages.
+"""The receiving half of the backend `ucx` (`worker.py` says how it works): lets peers attach, and gives each a session
+with a thread of its own, which checks heads and receives bodies into the pages.
 
-The UCX worker to which a peer sends is its session's alone. Ending the session destroys it, and with it whatever is half received.
+The UCX worker to which a peer sends is its session's alone. Ending the session destroys it,
+and with it whatever is half received.
 """
 
 import os

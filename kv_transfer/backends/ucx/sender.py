@@ -1,4 +1,6 @@
-"""The sending half of the backend `ucx` (the other one is `receiver.py`): a thread per peer that sends frames and hears what became of them."""
+"""The sending half of the backend `ucx` (the other one is `receiver.py`):
+a thread per peer that sends frames and hears what became of them.
+"""
 
 import os
 import queue

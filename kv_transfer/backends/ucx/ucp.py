@@ -1,7 +1,8 @@
 """Messages of UCX gathered from many places in memory and scattered to many, which ucxx does not offer to Python.
 
-Over ctypes, on the handles of ucxx's worker and endpoint: one call per message, however many pages it carries. A message goes
-from the sender's pages to the receiver's without a buffer of ours between. The library is the one that ucxx has loaded.
+Over ctypes, on the handles of ucxx's worker and endpoint: one call per message, however many pages it carries. A
+message goes from the sender's pages to the receiver's without a buffer of ours between.
+The library is the one that ucxx has loaded.
 """
 
 import ctypes
@@ -118,7 +119,9 @@ class UcpMessages:
         self._scattered = _Parameters(mask=_DATATYPE_FIELD, datatype=_IOV)
 
     def send(self, endpoint: int, tag: int, places: Places, *kept: object) -> UcpRequest:
-        """Starts sending what lies there; it must stay as it is until the request is done. Keeps `kept` alive till then."""
+        """Starts sending what lies there; it must stay as it is until the request is done.
+        Keeps `kept` alive till then.
+        """
         pointer = self._library.ucp_tag_send_nbx(
             endpoint, places.ctypes.data, len(places), tag, ctypes.byref(self._scattered)
         )

@@ -1,5 +1,5 @@
-// Turns of UCX's progress without going back to the interpreter after each: a message through shared memory comes in pieces of
-// 8 KiB, and taking the interpreter's lock again costs a good part of what copying sixteen of them does.
+// Turns of UCX's progress without going back to the interpreter after each: a message through shared memory comes in
+// pieces of 8 KiB, and taking the interpreter's lock again costs a good part of what copying sixteen of them does.
 
 #define _GNU_SOURCE
 #include <sched.h>
@@ -21,8 +21,8 @@ int baton_ucp_progress(progress_fn progress, void *worker, int turns) {
     return done;
 }
 
-// Lets UCX look for work for at most so long; whether it found some. The processor is offered to others between two looks: where
-// both ends of a message share one, nothing arrives until this end lets go of it.
+// Lets UCX look for work for at most so long; whether it found some. The processor is offered to others between two
+// looks: where both ends of a message share one, nothing arrives until this end lets go of it.
 int baton_ucp_spin(progress_fn progress, void *worker, int64_t spin_ns) {
     int64_t until = now_ns() + spin_ns;
     do {

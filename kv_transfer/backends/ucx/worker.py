@@ -1,12 +1,13 @@
-"""The backend `ucx`: pages travel as messages of UCX (RDMA, TCP, shared memory), from page to page, as the receiver says.
+"""The backend `ucx`: pages travel as messages of UCX (RDMA, TCP, shared memory), from page to page,
+as the receiver says.
 
 Two-sided on purpose. ucxx does not offer UCX's one-sided writes to Python, and where no adapter guards memory (TCP) UCX
-carries those out wherever a peer says; `nixl` does them for peers that are trusted. Here the receiver's own thread checks the
-head of each frame against its arena (`frames.py`) and only then receives the body, right into the pages. So:
+carries those out wherever a peer says; `nixl` does them for peers that are trusted. Here the receiver's own thread
+checks the head of each frame against its arena (`frames.py`) and only then receives the body, right into the pages. So:
 
 - a peer writes nothing outside the region whatever it sends: what is not being received does not land;
-- a peer is fenced at once. Each has a UCX worker of its own on the receiver's side, and fencing destroys it, with whatever it
-  was receiving; no peer has to agree, and no other peer notices.
+- a peer is fenced at once. Each has a UCX worker of its own on the receiver's side, and fencing destroys it, with
+  whatever it was receiving; no peer has to agree, and no other peer notices.
 
     sender                                    receiver
       attach ◀── challenge, proofs ──────────▶ region server
@@ -40,15 +41,18 @@ MAGIC = b"BUCX\x02"
 ANSWER = struct.Struct("<QB")
 """What the receiver says to a frame: its number, and whether it was refused."""
 TUNING: Mapping[str, str] = {
-    # On one host UCX would have the receiver alone read a large piece out of the sender's memory, through the kernel (cma).
-    # Messages through shared memory keep both cores busy and are faster by a third. Between hosts nothing changes.
+    # On one host UCX would have the receiver alone read a large piece out of the sender's memory, through the kernel
+    # (cma). Messages through shared memory keep both cores busy and are faster by a third.
+    # Between hosts nothing changes.
     "TLS": "^cma",
     # Bodies wait at their sender until the receiver says where they belong; ucxx's own choice for pages of any size.
     "RNDV_THRESH": "8192",
 }
 """Our defaults for UCX's settings; its own variables (`UCX_TLS=...`) win."""
 _TURNS = 512
-"""About as long as one frame through shared memory takes, a few milliseconds: the window holds more, so that the next is still found in time."""
+"""About as long as one frame through shared memory takes, a few milliseconds: the window holds more,
+so that the next is still found in time.
+"""
 _SPIN_S = 100e-6
 """Longer than the time between two pieces of a message; a nap costs two switches of context for each of them."""
 _CLOSE_ATTEMPTS, _CLOSE_PERIOD_NS = 5, 100_000_000
@@ -93,8 +97,8 @@ class UcxContext:
 
 @contextmanager
 def _unchanged_environment() -> Iterator[None]:
-    """Importing ucxx sets variables that every other UCX in the process then reads too: NIXL's writes become three times slower
-    by `UCX_RNDV_THRESH` alone. They are gone again afterwards.
+    """Importing ucxx sets variables that every other UCX in the process then reads too: NIXL's writes become three
+    times slower by `UCX_RNDV_THRESH` alone. They are gone again afterwards.
     """
     before = {name for name in os.environ if name.startswith("UCX_")}
     # Else UCX warns, on standard output, of variables that it does not know.
@@ -108,8 +112,8 @@ def _unchanged_environment() -> Iterator[None]:
 
 
 class UcxWorker:
-    """UCX's worker as one thread of ours uses it; with the context the only place that knows ucxx, whose core API is typed
-    nowhere. Only `address` may be read from another thread.
+    """UCX's worker as one thread of ours uses it; with the context the only place that knows ucxx, whose core API is
+    typed nowhere. Only `address` may be read from another thread.
     """
 
     def __init__(self, context: UcxContext, peer: socket.socket) -> None:
@@ -143,8 +147,8 @@ class UcxWorker:
 
         Args:
             address: The peer's `address`.
-            same_host: UCX's shared memory cannot tell a peer's death, and is left out where that is asked for. On one host
-                the connection to the region server tells.
+            same_host: UCX's shared memory cannot tell a peer's death, and is left out where that is asked for. On one
+                host the connection to the region server tells.
 
         Raises:
             TransferError: UCX cannot reach the peer.
@@ -159,7 +163,8 @@ class UcxWorker:
             raise TransferError(f"UCX cannot reach the peer: {error!r}") from error
 
     def send(self, tag: int, places: Places, *kept: object) -> UcpRequest:
-        """Starts sending what lies there, which must stay as it is until the request is done; `kept` stays alive till then.
+        """Starts sending what lies there, which must stay as it is until the request is done;
+        `kept` stays alive till then.
 
         Raises:
             TransferError: UCX refuses.
@@ -179,7 +184,9 @@ class UcxWorker:
         return self._messages.receive(found, places)
 
     def progress(self) -> None:
-        """Lets UCX do what can be done now, but not for long: the next frame is to be found before the last one is whole."""
+        """Lets UCX do what can be done now, but not for long:
+        the next frame is to be found before the last one is whole.
+        """
         self._messages.progress(_TURNS)
 
     def wait(self, others: Sequence[int], timeout_s: float, *, in_haste: bool) -> None:
@@ -200,8 +207,8 @@ class UcxWorker:
         """Disconnects, which a dead peer does not hold up for long, and ends whatever is on its way: nothing is read or
         written for this worker any more. The worker is not used again.
 
-        UCX logs a warning ("was not returned to mpool") for each message that was on its way then: it has no call that ends a
-        rendezvous with a peer that may be alive, and gives the memory of such requests back with the worker.
+        UCX logs a warning ("was not returned to mpool") for each message that was on its way then: it has no call that
+        ends a rendezvous with a peer that may be alive, and gives the memory of such requests back with the worker.
         """
         if self._endpoint is not None:
             try:

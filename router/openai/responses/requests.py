@@ -1,4 +1,6 @@
-"""What clients may send to /v1/responses. Nothing is stored between two requests: a reference to an earlier one is refused."""
+"""What clients may send to /v1/responses. Nothing is stored between two requests:
+a reference to an earlier one is refused.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Literal, Self

@@ -104,7 +104,8 @@ class _Item:
 class ResponseWriter:
     """Writes deltas as a response, or as the numbered events of one.
 
-    created → in_progress → (item added → part added → deltas … → text done → part done → item done) … → completed; calls have no parts.
+    created → in_progress → (item added → part added → deltas … → text done → part done → item done) … → completed;
+    calls have no parts.
     """
 
     def __init__(
@@ -154,8 +155,8 @@ class ResponseWriter:
         return b"".join(written)
 
     def _gained(self, delta: Delta) -> Iterator[tuple[_Item, str, list[LoggedToken]]]:
-        """Each piece of an item's text with the item, before it is in the item's texts; and once, where that is a message, with the tokens of
-        the delta whose log-probabilities are told.
+        """Each piece of an item's text with the item, before it is in the item's texts; and once, where that is a
+        message, with the tokens of the delta whose log-probabilities are told.
         """
         self._finish = delta.finish
         logged = delta.logged if self._body.num_logprobs is not None else []
@@ -269,7 +270,9 @@ class ResponseWriter:
         """Nothing."""
 
     async def closing(self, timings: Sequence[Timing]) -> list[bytes]:  # noqa: ARG002
-        """The last item and the response, both of them done. A response that says nothing has a message without text."""
+        """The last item and the response, both of them done.
+        A response that says nothing has a message without text.
+        """
         written = [] if self._items else [*self._begun(self._new("message"))]
         reply = self._done()
         written += self._ended(reply.status)
@@ -351,9 +354,9 @@ class ResponseWriter:
 
 
 def _with_logprobs(json: bytes, items: Sequence[_Item]) -> list[bytes]:
-    """The pieces of `json`, which tells of these items, with the log-probabilities of messages in the place of their empty lists. No text of a
-    client's before the last of them has that sign by sign: within JSON's strings a quotation mark has a backslash before it, and the
-    client's own JSON comes after the output.
+    """The pieces of `json`, which tells of these items, with the log-probabilities of messages in the place of their
+    empty lists. No text of a client's before the last of them has that sign by sign: within JSON's strings a quotation
+    mark has a backslash before it, and the client's own JSON comes after the output.
     """
     messages = [item for item in items if item.kind == "message"]
     first, *others = json.split(b'"logprobs":[]', len(messages)) if messages else [json]

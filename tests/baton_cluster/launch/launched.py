@@ -1,4 +1,6 @@
-"""Runs a cluster of fake children as a process of its own, so that a test can kill its launcher. Prints one JSON line."""
+"""Runs a cluster of fake children as a process of its own, so that a test can kill its launcher.
+Prints one JSON line.
+"""
 
 import asyncio
 import json

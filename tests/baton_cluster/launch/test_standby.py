@@ -44,7 +44,9 @@ def waiting_here() -> list[int]:
 
 
 def shown(pid: int) -> tuple[list[str], dict[str, str], int, int]:
-    """What is seen of a process: its command line but for the number of its lifeline, environment, session, priority."""
+    """What is seen of a process: its command line but for the number of its lifeline, environment, session,
+    priority.
+    """
     process = psutil.Process(pid)
     command = [argument for argument in process.cmdline() if argument][:-1]
     return command, process.environ(), os.getsid(pid) - pid, process.nice()

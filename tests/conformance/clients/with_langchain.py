@@ -1,4 +1,6 @@
-"""`langchain-openai`: `bind_tools` and `with_structured_output`, whole and in streams, and the results of calls; over chats and responses."""
+"""`langchain-openai`: `bind_tools` and `with_structured_output`, whole and in streams, and the results of calls;
+over chats and responses.
+"""
 
 import sys
 from typing import Any, Literal

@@ -1,5 +1,5 @@
-"""`pydantic-ai`: typed answers by an output tool and by a JSON schema, and functions whose results are sent back, whole and in streams; over
-chats and responses.
+"""`pydantic-ai`: typed answers by an output tool and by a JSON schema, and functions whose results are sent back, whole
+and in streams; over chats and responses.
 """
 
 import asyncio
@@ -38,7 +38,9 @@ async def ask(model: Model) -> None:
 
 
 async def with_functions(model: Model) -> None:
-    """The function is offered until it was called, and the answer from then on: a model that draws at random calls each once."""
+    """The function is offered until it was called, and the answer from then on:
+    a model that draws at random calls each once.
+    """
     asked: list[str] = []
 
     async def unless_called(

@@ -53,7 +53,9 @@ class PlainLru:
 
 
 class PlainS3Fifo:
-    """The paper's algorithm 1, word for word, on lists whose heads are at the end; the cache's size is what is in it."""
+    """The paper's algorithm 1, word for word, on lists whose heads are at the end;
+    the cache's size is what is in it.
+    """
 
     def __init__(self):
         self.small: list[BlockKey] = []

@@ -1,4 +1,6 @@
-"""A node's ledger with a shell around it that has real bytes: what is in each slot and extent, who reads it, who writes it."""
+"""A node's ledger with a shell around it that has real bytes: what is in each slot and extent, who reads it,
+who writes it.
+"""
 
 import math
 from dataclasses import dataclass, field, replace

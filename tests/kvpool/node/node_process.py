@@ -1,4 +1,5 @@
-"""A pool node as a process of its own: `python -m tests.kvpool.node.node_process CONFIG`, where CONFIG is a file of JSON.
+"""A pool node as a process of its own: `python -m tests.kvpool.node.node_process CONFIG`,
+where CONFIG is a file of JSON.
 
 With `stall_at` in it, the node stops in the middle of its first push, half of it written, after it has made that file.
 """

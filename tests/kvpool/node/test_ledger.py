@@ -1,4 +1,6 @@
-"""What a node promises of its blocks, one promise at a time. Bytes, readers and writers are checked by the world around it."""
+"""What a node promises of its blocks, one promise at a time. Bytes,
+readers and writers are checked by the world around it.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""A node among others: it tells what its tenants have, and takes of their quotas what the others leave, directory or not."""
+"""A node among others: it tells what its tenants have, and takes of their quotas what the others leave,
+directory or not.
+"""
 
 from dataclasses import replace
 

@@ -16,7 +16,9 @@ def part(size_bytes: int, *, active: bool = True) -> TenantPart:
 
 
 def settle(sizes: list[int], wants: list[int], quota: int = QUOTA) -> list[int]:
-    """What a tenant ends up with where each node takes what it wants, as far as it may, and says so before the next one looks."""
+    """What a tenant ends up with where each node takes what it wants, as far as it may,
+    and says so before the next one looks.
+    """
     sizes = list(sizes)
     for _ in range(ROUNDS):
         for index, want in enumerate(wants):

@@ -1,5 +1,5 @@
-"""What moves between a node's memory and its disk, one promise at a time. Bytes, readers and writers are checked by the world around
-it.
+"""What moves between a node's memory and its disk, one promise at a time. Bytes, readers and writers are checked by the
+world around it.
 """
 
 from kvpool.messages import Demote, Promote, PutRefused, Tier

@@ -2,9 +2,9 @@
 
     python -m tests.kvpool.ssd.crash_loop DIRECTORY at_calls|at_random SEED ROUNDS
 
-A process of its own with one thread, so that it can fork: each life of the store is a child. What a child is about to do and has
-done it writes into a file first, which therefore knows the one thing that a kill leaves open. Prints how many lives there were, how
-many ended in a kill, and how many blocks were read right after one.
+A process of its own with one thread, so that it can fork: each life of the store is a child. What a child is about to
+do and has done it writes into a file first, which therefore knows the one thing that a kill leaves open. Prints how
+many lives there were, how many ended in a kill, and how many blocks were read right after one.
 """
 
 import os
@@ -62,7 +62,9 @@ def _parsed(said: str) -> Held:
 
 
 def look(folder: Path, diary: Diary) -> tuple[SsdStore, dict[int, Held]]:
-    """Opens the store and compares it with what it may hold: what was said to be done must be there, and every byte right."""
+    """Opens the store and compares it with what it may hold: what was said to be done must be there,
+    and every byte right.
+    """
     store, may = open_store(folder, EXTENTS), diary.may_hold()
     found = store.recover()
     held: dict[int, Held] = dict.fromkeys(range(EXTENTS))
@@ -95,7 +97,9 @@ def live(store: SsdStore, held: dict[int, Held], diary: Diary, rng: random.Rando
 
 
 def die_at(number: int, rng: random.Random) -> None:
-    """From now on the process is killed in its `number`-th change of the disk: before it, after it, or with a part written."""
+    """From now on the process is killed in its `number`-th change of the disk: before it, after it,
+    or with a part written.
+    """
     left = [number]
 
     def wrapped(real, name):

@@ -42,7 +42,9 @@ def first_token_times(
     flood_from_s: float = 0.0,
     prompt_s: float = PROMPT_S,
 ) -> tuple[dict[str, float], int]:
-    """Those of the tenant `quiet`, by request, from the beginning of the flood on, and how many of its requests were refused."""
+    """Those of the tenant `quiet`, by request, from the beginning of the flood on,
+    and how many of its requests were refused.
+    """
     prefiller = Prefiller(prompt_s)
     controller = AdmissionController(capacity=prefiller, limits=limits())
     events: list[tuple[float, str, str]] = [

@@ -1,4 +1,6 @@
-"""Nobody who decodes is slowed beyond its promise by whoever is let in after it: controller, capacity and routing together."""
+"""Nobody who decodes is slowed beyond its promise by whoever is let in after it: controller,
+capacity and routing together.
+"""
 
 from random import Random
 

@@ -915,7 +915,9 @@ def test_the_only_worker_is_tried_again_after_a_pause(core):
 
 
 def test_a_worker_that_stands_still_does_not_use_up_the_attempts(core):
-    """The way to it fails at once, again and again, before its silence is long enough to tell; then it is not asked any more, and a prefill worker runs all of it."""
+    """The way to it fails at once, again and again, before its silence is long enough to tell; then it is not asked any
+    more, and a prefill worker runs all of it.
+    """
     core.join("p0", "d0")
     broken = TransferError("the session with d0 broke")
     p, _ = start_pair(core)

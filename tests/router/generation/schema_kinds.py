@@ -1,5 +1,5 @@
-"""Random JSON schemas of the kinds that clients have: tool calls, manifests, events, articles, settings and whatever lies in repositories.
-About a fifth of them ask for something that no answer can be held to.
+"""Random JSON schemas of the kinds that clients have: tool calls, manifests, events, articles, settings and whatever
+lies in repositories. About a fifth of them ask for something that no answer can be held to.
 """
 
 import string

@@ -1,4 +1,6 @@
-"""The form of an answer: every field that asks for one becomes a grammar, and what cannot be held to is refused by name and path."""
+"""The form of an answer: every field that asks for one becomes a grammar,
+and what cannot be held to is refused by name and path.
+"""
 
 import asyncio
 import json
@@ -410,7 +412,9 @@ async def test_triggers_are_all_special_tokens_or_none(triggers):
 
 
 async def test_a_tenant_that_has_used_up_its_time_waits_until_as_much_has_passed_and_nobody_else_does():
-    """What a check took is known behind it: one may overdraw. A known grammar costs nothing; a refused one what it took."""
+    """What a check took is known behind it: one may overdraw. A known grammar costs nothing;
+    a refused one what it took.
+    """
     clock = ManualClock()
     config = GrammarConfig(check_s_per_minute_per_tenant=1e-6)
     checker = GrammarChecker(config, (), new_registry(), clock)

@@ -1,4 +1,6 @@
-"""Schemas by the hundred: what an answer that follows one can be is what the schema allows, and what cannot be held to is refused by name."""
+"""Schemas by the hundred: what an answer that follows one can be is what the schema allows,
+and what cannot be held to is refused by name.
+"""
 
 import importlib
 import json
@@ -32,7 +34,9 @@ _MOST_TOKENS = 400
 _RUSTS = {"zero-width whitespace does not match"}
 """Cases in which llguidance's expressions, which are Rust's, differ from ECMA's: U+FEFF is no space there."""
 _NOT_PYTHONS = {"ecmascript-regex", "multipleOf"}
-"""Files of the suite that Python's library does not judge: its expressions are not ECMA's, and it divides by 0.0001 in floating point."""
+"""Files of the suite that Python's library does not judge: its expressions are not ECMA's,
+and it divides by 0.0001 in floating point.
+"""
 _NOT_READ_BY_PYTHON = "\\p{"
 """Classes of characters by their property, which its expressions do not have."""
 
@@ -151,7 +155,8 @@ async def test_answers_of_two_hundred_schemas_validate(kind, checker, vocabulary
 
 @pytest.mark.slow
 async def test_the_drafts_own_suite(checker, vocabulary):
-    """No answer is taken that a case calls invalid; answers that end validate; what is refused names its keyword, unless it allows nothing.
+    """No answer is taken that a case calls invalid; answers that end validate;
+    what is refused names its keyword, unless it allows nothing.
 
     The suite is json-schema-org/JSON-Schema-Test-Suite on GitHub, of which this takes tests/draft2020-12.
     """

@@ -1,4 +1,6 @@
-"""Marks that are tokens on their way from the draw to the parser: past stop strings, guardrails and intervals of a stream."""
+"""Marks that are tokens on their way from the draw to the parser: past stop strings,
+guardrails and intervals of a stream.
+"""
 
 import json
 from collections.abc import Sequence

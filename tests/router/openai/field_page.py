@@ -1,4 +1,6 @@
-"""The table of `docs/openai-conformance.md` that says what becomes of every field. `python -m tests.router.openai.field_page` writes it anew."""
+"""The table of `docs/openai-conformance.md` that says what becomes of every field.
+`python -m tests.router.openai.field_page` writes it anew.
+"""
 
 from pathlib import Path
 

@@ -1,6 +1,7 @@
 """Every documented field of each API is obeyed, refused by its name, or ignored and named to the client.
 
-What is obeyed changes what is generated or answered, what is ignored changes neither, and nothing is on two lists or on none.
+What is obeyed changes what is generated or answered, what is ignored changes neither,
+and nothing is on two lists or on none.
 """
 
 import json

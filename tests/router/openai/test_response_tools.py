@@ -45,7 +45,9 @@ def said(output: list[Any]) -> list[tuple[Any, ...]]:
 
 
 def check_stream(events: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The events are numbered, items begin and end one after the other and add up to those of the response, which is returned."""
+    """The events are numbered, items begin and end one after the other and add up to those of the response,
+    which is returned.
+    """
     texts: list[str] = []
     done: list[Any] = []
     for number, (name, event) in enumerate(events):

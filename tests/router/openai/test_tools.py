@@ -368,7 +368,9 @@ def block_keys(prompt: Prompt) -> list[BlockKey]:
 
 
 async def test_how_tools_are_to_be_called_and_what_is_asked_leave_their_blocks_alone() -> None:
-    """So that they are found in a prefix cache: neither a choice nor a grammar is in a block's key, and what is asked comes after the tools."""
+    """So that they are found in a prefix cache: neither a choice nor a grammar is in a block's key,
+    and what is asked comes after the tools.
+    """
     named = {"type": "function", "function": {"name": "now"}}
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
     variants: tuple[dict[str, Any], ...] = (

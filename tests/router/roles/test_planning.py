@@ -45,7 +45,9 @@ class Another:
 
 
 class Planned:
-    """A planner over two prefill workers with nothing to do and two decode workers, with requests in the router's line."""
+    """A planner over two prefill workers with nothing to do and two decode workers,
+    with requests in the router's line.
+    """
 
     def __init__(self, *, mode: str = "on", workers: Workers | None = None, election=None) -> None:
         self.clock, self.registry = ManualClock(), CollectorRegistry()

@@ -1,4 +1,6 @@
-"""What `predictive` weighs, one thing at a time. Workers have the same coefficients unless a test teaches them others."""
+"""What `predictive` weighs, one thing at a time.
+Workers have the same coefficients unless a test teaches them others.
+"""
 
 from random import Random
 
