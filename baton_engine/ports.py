@@ -60,8 +60,8 @@ class KvSource(Protocol):
 
     Called on the engine's thread, so nothing here waits for a network. Only `wait_for_layer_load` and `finish_load_kv`
     may block, and both only for as long as bytes are being copied on this machine. Per step: `start_load_kv`,
-    `wait_for_layer_load` for every layer in order, `finish_load_kv`;
-    a step that is executed again begins its loads again.
+    `wait_for_layer_load` for every layer in order (or for the last one alone, where nothing is computed meanwhile),
+    `finish_load_kv`; a step that is executed again begins its loads again.
     """
 
     def get_num_matched_blocks(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> int:

@@ -149,10 +149,10 @@ def build_vllm_engine(
 def _open(
     model: ModelConfig,
     config: EngineConfig,
-    tables: tuple[VllmHandOffs, VllmPoolPages, "VllmArena"],
+    shared: tuple[VllmHandOffs, VllmPoolPages, "VllmArena"],
     progress: Callable[[str, float | None], None],
 ) -> tuple[Any, Any]:
-    """vLLM's core and its whole configuration. On a CPU its connector is Baton's, which shares `tables`, and its KV
+    """vLLM's core and its whole configuration. On a CPU its connector is Baton's, which holds what is `shared`, and its KV
     cache lies in the last of these.
     """
     from vllm.config import KVEventsConfig
@@ -173,10 +173,10 @@ def _open(
         )
     if device == "cpu":
         arguments.setdefault("kv_cache_memory_bytes", _CPU_CACHE_BYTES)
-        objects = connector_objects(*tables)
+        objects = connector_objects(*shared)
         arguments["kv_transfer_config"] = CONNECTOR_CONFIG | {"kv_connector_extra_config": objects}
     else:
-        tables[-1].misfit = ConfigError(
+        shared[-1].misfit = ConfigError(
             "engine.kind vllm: KV is handed off by workers on CPUs only: on a GPU a worker has to be hybrid"
         )
     progress("vLLM loads the model", None)

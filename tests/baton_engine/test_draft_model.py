@@ -15,7 +15,6 @@ from baton.errors import ConfigError, EngineError
 from baton.generation import TokenSample
 from baton.ids import SeqId
 from baton.layout import KvLayout
-from baton_engine.build import build_engine
 from baton_engine.cache.arena import DrafterPages, KvArena
 from baton_engine.cuda_graphs import StepGraphs
 from baton_engine.draft_model import DraftModel
@@ -30,6 +29,7 @@ from baton_engine.scheduling.plan import DraftPlan
 from baton_engine.scheduling.request import State
 from baton_engine.simulated import build_simulated
 from kv_transfer.memory.arena import WorkerMemory
+from tests.baton_engine.built import built_engine
 from tests.baton_engine.looped import draw_all
 from tests.baton_engine.scheduling_world import World, hand_off, limits, prompt
 from tests.baton_engine.test_beams import asked_of, assert_found
@@ -463,28 +463,14 @@ def test_an_engine_is_built_with_its_drafter(model, small):
             "num_speculative_tokens": 2,
         },
     )
-    built = build_engine(
-        ModelConfig(model=str(model), max_model_len=256),
-        config,
-        secret=bytes(32),
-        memory=WorkerMemory(),
-        sink=None,
-        progress=lambda _what, _fraction: None,
-    )
+    built = built_engine(model, config)
     try:
         assert built.layout.drafter == load_spec(small).fingerprint
         assert built.speculation_counts is not None
     finally:
         built.host.close()
     with pytest.raises(ConfigError, match="was made for 2048 tokens, and texts may have 4096"):
-        build_engine(
-            ModelConfig(model=str(_longer(model)), max_model_len=4096),
-            config,
-            secret=bytes(32),
-            memory=WorkerMemory(),
-            sink=None,
-            progress=lambda _what, _fraction: None,
-        )
+        built_engine(_longer(model), config, max_model_len=4096)
 
 
 def test_an_engine_with_a_drafter_of_another_vocabulary_does_not_start(tmp_path, model):
@@ -492,14 +478,7 @@ def test_an_engine_with_a_drafter_of_another_vocabulary_does_not_start(tmp_path,
     asked = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
     config = EngineConfig(kv_cache_memory_bytes=8 << 20, device="cpu", speculative_config=asked)
     with pytest.raises(ConfigError, match="a vocabulary of 330 tokens") as refused:
-        build_engine(
-            ModelConfig(model=str(model), max_model_len=256),
-            config,
-            secret=bytes(32),
-            memory=WorkerMemory(),
-            sink=None,
-            progress=lambda _what, _fraction: None,
-        )
+        built_engine(model, config)
     assert refused.value.param == "engine.speculative_config.model"
 
 

@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from baton.config.schema import EngineConfig, ModelConfig
+from baton.config.schema import EngineConfig
 from baton.config.speculative import Eagle3Speculation
 from baton.errors import ConfigError
 from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import SeqId
-from baton_engine.build import build_engine
 from baton_engine.cache.arena import HiddenPages, KvArena
 from baton_engine.cuda_graphs import StepGraphs
 from baton_engine.kernels.reference import ReferenceKernels
@@ -26,7 +25,7 @@ from baton_engine.messages import Abort, Generate, Prefill, Receive
 from baton_engine.models.config import kv_layout, load_spec
 from baton_engine.models.draft_spec import load_head_spec
 from baton_engine.runner import ModelRunner
-from kv_transfer.memory.arena import WorkerMemory
+from tests.baton_engine.built import built_engine
 from tests.baton_engine.scheduling_world import World, limits, prompt
 from tests.baton_engine.test_cuda_graphs import EagerGraphs
 from tests.baton_engine.test_draft_model import Sink
@@ -353,21 +352,11 @@ def test_an_engine_is_built_with_a_head_unless_its_pages_have_8_bits(model, head
         speculative_config={"method": "eagle3", "model": str(head), "num_speculative_tokens": 2},
     )
 
-    def build(config: EngineConfig):
-        return build_engine(
-            ModelConfig(model=str(model), max_model_len=256),
-            config,
-            secret=bytes(32),
-            memory=WorkerMemory(),
-            sink=None,
-            progress=lambda _what, _fraction: None,
-        )
-
-    built = build(config)
+    built = built_engine(model, config)
     try:
         assert built.layout.drafter
         assert built.speculation_counts is not None
     finally:
         built.host.close()
     with pytest.raises(ConfigError, match="an EAGLE-3 head reads need pages of 16 or 32 bits"):
-        build(replace(config, kv_cache_dtype="fp8_e4m3"))
+        built_engine(model, replace(config, kv_cache_dtype="fp8_e4m3"))
