@@ -22,10 +22,10 @@ def json_schema() -> dict[str, Any]:
     )
     defs: dict[str, Any] = dict(named)
     document = defs.pop("BatonConfig")
-    _close(document)
+    for body in (document, *defs.values()):
+        _close(body)
     for section, owner in SECTIONS.items():
         body = defs[owner.__name__]
-        _close(body)
         for name in section_fields(section):
             body["properties"][name] = _with_rules(f"{section}.{name}", body["properties"][name])
         # A section without settings is null in YAML.
@@ -48,7 +48,7 @@ def _of_object(_declared: type) -> dict[str, Any]:
 def _close(body: dict[str, Any]) -> None:
     """Without names that the schema does not have. The defaults of whole sections repeat those of their settings."""
     body["additionalProperties"] = False
-    body["description"] = body.get("description", "").partition("\n")[0]
+    body["description"] = " ".join(body.get("description", "").partition("\n\n")[0].split())
     body.pop("title", None)
 
 

@@ -7,6 +7,7 @@ Every error is one line that names the place of the value at fault:
 import difflib
 import types
 from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, cast, get_args, get_origin
 
@@ -57,6 +58,8 @@ def check(
                 given[setting.path] = (setting, _convert(setting))
             except ConfigError as error:
                 faults.append(error)
+            else:
+                faults.extend(_unknown_names(setting))
     faults.extend(_broken_rules(given))
     faults.extend(_speculative_faults(given))
     if faults:
@@ -166,6 +169,27 @@ def _convert(setting: Setting) -> object:
         return msgspec.convert(value, declared, strict=not setting.is_text)
     except msgspec.ValidationError as error:
         raise ConfigError(_mismatch(setting, declared), param=setting.path) from error
+
+
+def _unknown_names(setting: Setting) -> Iterator[ConfigError]:
+    """Names within the records that a setting is made of, such as `router.slo_classes.standard.tbt`, that these lack."""
+    declared = TYPES[setting.path]
+    if get_origin(declared) is not dict or not is_dataclass(record := get_args(declared)[1]):
+        return
+    known = [field.name for field in fields(record)]
+    for name, body in cast("dict[str, dict[str, object]]", _decoded(setting)).items():
+        for key in body:
+            if key not in known:
+                inner = f"{name}.{key}"
+                yield ConfigError(
+                    f"{setting.source}.{inner}: no such setting{_suggestion(key, known)}",
+                    param=f"{setting.path}.{inner}",
+                )
+
+
+def _decoded(setting: Setting) -> object:
+    is_json = setting.is_text and isinstance(setting.value, str)
+    return msgspec.json.decode(cast("str", setting.value)) if is_json else setting.value
 
 
 def _is_size(path: str) -> bool:

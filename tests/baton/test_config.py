@@ -2,6 +2,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import get_origin
 
 import pytest
 from hypothesis import given
@@ -78,6 +79,10 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(clus
             "router.chat_template_content_format: must be auto, string or openai, not 'text'",
         ),
         ("router: {prot: 1}", "cluster.yaml: router.prot: no such setting; did you mean port?"),
+        (
+            "router: {slo_classes: {standard: {tbt: 1}}}",
+            "cluster.yaml: router.slo_classes.standard.tbt: no such setting; did you mean tbt_s?",
+        ),
         ("ruoter: {}", "cluster.yaml: ruoter: no such section; did you mean router?"),
         ("router: 7", "cluster.yaml: router: expected settings, got 7"),
         ("[1]", "cluster.yaml: expected sections such as `router:`, got [1]"),
@@ -147,6 +152,20 @@ def test_a_wrong_environment_variable_is_named():
 def test_a_misspelt_environment_variable_is_refused_with_a_suggestion():
     with pytest.raises(ConfigError, match=r"no such setting; did you mean BATON_ROUTER_PORT\?"):
         env.settings({"BATON_ROUTER_PROT": "1"})
+
+
+def test_a_variable_of_records_is_refused_by_the_name_that_these_lack():
+    variables = env.settings(
+        {"BATON_ROUTER_SLO_CLASSES": '{"standard": {"ttft_s": 1, "ttl_s": 2}}'}
+    )
+    said = refusal(environment=variables)
+    assert said.startswith("BATON_ROUTER_SLO_CLASSES.standard.ttl_s: no such setting")
+
+
+def test_records_within_settings_are_of_the_one_form_whose_names_are_checked():
+    nested = {path for path, declared in TYPES.items() if "baton.config" in str(declared)}
+    assert nested == {path for path in nested if get_origin(TYPES[path]) is dict}
+    assert "router.slo_classes" in nested
 
 
 def test_a_secret_is_read_from_the_file_that_a_variable_names(tmp_path: Path):

@@ -34,6 +34,7 @@ def test_what_is_in_order_satisfies_it(document):
     [
         {"no_such": {}},
         {"router": {"prot": 1}},
+        {"router": {"slo_classes": {"standard": {"ttft": 2}}}},
         {"router": {"port": "abc"}},
         {"engine": {"device": "tpu"}},
         {"engine": {"kv_cache_memory_bytes": "much"}},
