@@ -179,15 +179,20 @@ class PageKernels:
     Attributes:
         mover: Copies scattered pages (a `kv_transfer.backends.cuda_ipc.PageMover`).
         sums: Hashes pages by `word_sum` (a `kv_transfer.memory.page_hash.PageHashes`).
+        num_kv_heads: Of a page. A peer among whose ranks heads are divided otherwise takes or gives a slice of these.
     """
 
     mover: "PageKernel"
     sums: "PageSums"
+    num_kv_heads: int
 
     def warm_up(self) -> None:
-        """Compiles and loads both, for whole pages. Blocks."""
+        """Compiles and loads both, for whole pages and for every slice into which their heads divide. Blocks."""
         self.sums.of_layer(0, [0])
-        self.mover.warm_up(self.sums.page_bytes)
+        heads, page_bytes = self.num_kv_heads, self.sums.page_bytes
+        for slices in range(1, heads + 1):
+            if heads % slices == 0:
+                self.mover.warm_up(page_bytes // slices)
 
 
 def page_kernels(arena: KvArena) -> PageKernels | None:
@@ -200,4 +205,8 @@ def page_kernels(arena: KvArena) -> PageKernels | None:
     from baton_engine.kernels.triton.page_sum import PageSums
 
     layers = [arena.page_bytes(index) for index in range(len(arena.layout.layers))]
-    return PageKernels(mover=PageKernel(arena.device), sums=PageSums(layers))
+    return PageKernels(
+        mover=PageKernel(arena.device),
+        sums=PageSums(layers),
+        num_kv_heads=arena.layout.num_kv_heads,
+    )

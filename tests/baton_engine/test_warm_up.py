@@ -1,11 +1,13 @@
 """The steps before an engine serves leave nothing behind."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.generation import Prompt, SamplingParams
 from baton.ids import SeqId
+from baton_engine.cache.arena import PageKernels
 from baton_engine.fakes.engine import FakeRunner
 from baton_engine.messages import Generate
 from baton_engine.scheduling.plan import DraftPlan
@@ -16,6 +18,28 @@ from tests.baton_engine.tiny_models import make_model
 from tests.baton_engine.whole_engine import WholeEngine
 
 A = SeqId("a")
+
+
+class Mover:
+    """Notes what is moved."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def warm_up(self, page_bytes: int) -> None:
+        self.lengths.append(page_bytes)
+
+
+class Sums:
+    """Of pages of six heads; notes what is hashed."""
+
+    page_bytes = 6 * 64
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+
+    def of_layer(self, layer: int, blocks: list[int]) -> None:
+        self.layers.append(layer)
 
 
 def test_chunks_decodes_beside_them_and_every_kind_of_draw_are_computed() -> None:
@@ -85,3 +109,11 @@ def test_an_engine_draws_the_same_after_it(tmp_path: Path) -> None:
         return [sample.token for sample in engine.tokens(A)]
 
     assert tokens(warm=True) == tokens(warm=False)
+
+
+def test_pages_are_moved_whole_and_by_every_share_of_their_heads() -> None:
+    mover: Any = Mover()
+    sums: Any = Sums()
+    PageKernels(mover=mover, sums=sums, num_kv_heads=6).warm_up()
+    assert mover.lengths == [6 * 64, 3 * 64, 2 * 64, 64]
+    assert sums.layers == [0]
