@@ -122,7 +122,7 @@ def main() -> None:
     arguments = _arguments()
     settings = {
         name: getattr(arguments, name)
-        for name in ("only", "faults", "tokens", "patience", "stopped")
+        for name in ("only", "faults", "dtype", "tokens", "patience", "stopped")
     }
     # A signal that ends this process, as of a time limit, ends the server that is measured too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -148,25 +148,26 @@ def main() -> None:
 def _under_fault(
     name: str, fault: str, model: str, arguments: argparse.Namespace
 ) -> dict[str, float]:
-    with _started(name, model, arguments.vllm_python) as url:
+    with _started(name, model, arguments.dtype, arguments.vllm_python) as url:
         return asyncio.run(_measure(name, fault, url, arguments))
 
 
 @contextmanager
-def _started(name: str, model: str, vllm_python: str) -> Iterator[str]:
+def _started(name: str, model: str, dtype: str, vllm_python: str) -> Iterator[str]:
     """One server of its own for each fault, since some do not survive it."""
     if name == "baton":
-        with serving(model, *_OURS[name]) as url:
+        with serving(model, "--dtype", dtype, *_OURS[name]) as url:
             yield url
     elif name in _OURS:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             file.write("engine: {vllm: {enforce_eager: true}}\n")
             file.flush()
-            with serving(model, "-f", file.name, *_OURS[name], python=vllm_python) as url:
+            flags = ("-f", file.name, "--dtype", dtype, *_OURS[name])
+            with serving(model, *flags, python=vllm_python) as url:
                 yield url
     else:
         start = vllm if name == "vllm" else vllm_nixl_pair
-        with start(vllm_python, model, "bfloat16", "--enforce-eager") as url:
+        with start(vllm_python, model, dtype, "--enforce-eager") as url:
             yield url
 
 
@@ -264,6 +265,7 @@ def _arguments() -> argparse.Namespace:
     )
     add("--faults", choices=_FAULTS, nargs="+", default=list(_FAULTS))
     add("--vllm-python", default="", help="python of an environment with vLLM, NIXL and Baton")
+    add("--dtype", default="bfloat16", help="that all compute in")
     add("--tokens", type=int, default=400, help="of each stream")
     add("--patience", type=float, default=60.0, help="seconds after the fault that a client waits")
     add("--stopped", type=float, default=20.0, help="seconds that a stopped process stands still")
