@@ -55,11 +55,12 @@ def check(
     for source in (in_file, environment, flags):
         for setting in source:
             try:
-                given[setting.path] = (setting, _convert(setting))
+                value = _read(setting)
+                given[setting.path] = (setting, _convert(setting, value))
             except ConfigError as error:
                 faults.append(error)
             else:
-                faults.extend(_unknown_names(setting))
+                faults.extend(_unknown_names(setting, value))
     faults.extend(_broken_rules(given))
     faults.extend(_speculative_faults(given))
     if faults:
@@ -147,7 +148,8 @@ def _suggestion(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _convert(setting: Setting) -> object:
+def _read(setting: Setting) -> object:
+    """What a text says, of a size, a list or JSON; any other value as it is given."""
     declared: Any = TYPES[setting.path]
     value = setting.value
     if _is_size(setting.path) and isinstance(value, str):
@@ -165,19 +167,24 @@ def _convert(setting: Setting) -> object:
         except msgspec.DecodeError as error:
             message = f"{setting.source}: expected JSON, got {setting.value!r}"
             raise ConfigError(message, param=setting.path) from error
+    return value
+
+
+def _convert(setting: Setting, value: object) -> object:
+    declared: Any = TYPES[setting.path]
     try:
         return msgspec.convert(value, declared, strict=not setting.is_text)
     except msgspec.ValidationError as error:
         raise ConfigError(_mismatch(setting, declared), param=setting.path) from error
 
 
-def _unknown_names(setting: Setting) -> Iterator[ConfigError]:
+def _unknown_names(setting: Setting, value: object) -> Iterator[ConfigError]:
     """Names within the records that a setting is made of, such as `router.slo_classes.standard.tbt`, that these lack."""
     declared = TYPES[setting.path]
     if get_origin(declared) is not dict or not is_dataclass(record := get_args(declared)[1]):
         return
     known = [field.name for field in fields(record)]
-    for name, body in cast("dict[str, dict[str, object]]", _decoded(setting)).items():
+    for name, body in cast("dict[str, dict[str, object]]", value).items():
         for key in body:
             if key not in known:
                 inner = f"{name}.{key}"
@@ -185,11 +192,6 @@ def _unknown_names(setting: Setting) -> Iterator[ConfigError]:
                     f"{setting.source}.{inner}: no such setting{_suggestion(key, known)}",
                     param=f"{setting.path}.{inner}",
                 )
-
-
-def _decoded(setting: Setting) -> object:
-    is_json = setting.is_text and isinstance(setting.value, str)
-    return msgspec.json.decode(cast("str", setting.value)) if is_json else setting.value
 
 
 def _is_size(path: str) -> bool:

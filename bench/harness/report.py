@@ -36,6 +36,14 @@ class Report:
     settings: dict[str, Setting]
     figures: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Says on standard error which compiled code is not there: before hours are spent on figures without it."""
+        for library in native.LIBRARIES:
+            try:
+                native.find(library)
+            except native.NotBuiltError as error:
+                print(f"measured without compiled code: {error}", file=sys.stderr)
+
     def write(self, path: Path) -> None:
         """Writes the JSON file, making its directory."""
         document = {

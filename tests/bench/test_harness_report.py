@@ -19,8 +19,10 @@ def test_a_report_names_the_kernels_that_run_here(tmp_path):
     assert {kernels[library] for library in libraries} <= names
 
 
-def test_a_library_that_is_not_built_is_said_to_be(tmp_path, monkeypatch):
+def test_a_library_that_is_not_built_is_said_to_be(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(native, "ROOT", tmp_path)
     path = tmp_path / "report.json"
-    Report(benchmark="some", settings={}).write(path)
+    report = Report(benchmark="some", settings={})
+    assert f"{native.CPU_KERNELS.path} is not built" in capsys.readouterr().err
+    report.write(path)
     assert json.loads(path.read_text())["kernels"]["kernels"] == "not built"
