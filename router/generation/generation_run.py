@@ -13,7 +13,13 @@ from typing import NamedTuple, Self, TypeVar
 import msgspec
 
 from baton.clock import Clock
-from baton.errors import EngineError, OverloadedError
+from baton.errors import (
+    DeadlineError,
+    EngineError,
+    OverloadedError,
+    TransferError,
+    UnavailableError,
+)
 from baton.generation import FinishReason, TokenLogprobs, TokenSample
 from router.generation.sampling import SamplingBody
 from router.ports import GenerationRequest, Generator, Timing, Tokens
@@ -26,6 +32,9 @@ _Item = TypeVar("_Item")
 
 _KEPT_TOGETHER = 1024
 """Tokens and characters of a choice that are kept in one delta for a reply that is written at the end."""
+
+_OF_THE_CLUSTER = (EngineError, UnavailableError, TransferError, DeadlineError)
+"""What breaks a request off that its client did nothing about."""
 
 _BEGUN_AT_ONCE = 8
 """Generations of one request that are begun before the event loop runs again:
@@ -309,6 +318,9 @@ class GenerationRun:
         self._clock = clock
         self._span: RequestSpan | None = None
         self._last_token_s: dict[int, float] = {}
+        self._first_token_s: float | None = None
+        self._between_s = 0.0
+        self._num_between = 0
 
     @property
     def output_tokens(self) -> int:
@@ -341,10 +353,13 @@ class GenerationRun:
                         yield gained
             if not all(choice.finished for choice in self._choices.values()):
                 raise EngineError("The output ended before all of it was there.")
+            self._judge(whole=True)
         except BaseException as error:
             fault = error
             if isinstance(error, OverloadedError):
                 self._metrics.rejected(self.request.tenant.tenant_class, error.reason)
+            elif isinstance(error, _OF_THE_CLUSTER):
+                self._judge(whole=False)
             raise
         finally:
             self._end_span(fault)
@@ -365,6 +380,18 @@ class GenerationRun:
         self._metrics.job_finished(timing, self.request.slo.name, total_s)
         if self._span is not None:
             self._span.routed(timing, submitted_s)
+
+    def _judge(self, *, whole: bool) -> None:
+        """Counts whether it got what its class of service promises: its first token in time, and its tokens in time on
+        average. One that the cluster broke off did not, but for a first token that had come.
+        """
+        slo, first_s = self.request.slo, self._first_token_s
+        if slo.ttft_s is not None:
+            kept = first_s is not None and first_s <= slo.ttft_s
+            self._metrics.first_token_promise(slo.name, kept=kept)
+        if slo.tbt_s is not None and (self._num_between or not whole):
+            kept = whole and self._between_s <= slo.tbt_s * self._num_between
+            self._metrics.pace_promise(slo.name, kept=kept)
 
     def _end_span(self, fault: BaseException | None) -> None:
         if self._span is not None:
@@ -401,9 +428,12 @@ class GenerationRun:
     def _measure(self, sample: int, now_s: float) -> None:
         last_s = self._last_token_s.get(sample)
         if last_s is not None:
+            self._between_s += now_s - last_s
+            self._num_between += 1
             self._metrics.next_token(now_s - last_s)
         elif not self._last_token_s:
-            self._metrics.first_token(now_s - self.arrived_s)
+            self._first_token_s = now_s - self.arrived_s
+            self._metrics.first_token(self._first_token_s)
         self._last_token_s[sample] = now_s
 
 

@@ -102,6 +102,14 @@ class RouterMetrics:
             self._decode_queue.observe(timing.decode_queue_s)
             self._handoff_bytes.inc(timing.bytes_sent)
 
+    def first_token_promise(self, slo_class: str, *, kept: bool) -> None:
+        """A request that was promised a time to its first token got it in that time, or not."""
+        self._promises.labels(self._model_name, slo_class, "ttft", _outcome(kept)).inc()
+
+    def pace_promise(self, slo_class: str, *, kept: bool) -> None:
+        """A request that was promised a time between its tokens had no more on average, or not."""
+        self._promises.labels(self._model_name, slo_class, "tbt", _outcome(kept)).inc()
+
     def _define_queue(self) -> None:
         self._queue_length = Gauge(
             "baton_queue_length",
@@ -115,6 +123,12 @@ class RouterMetrics:
             ["model_name", "slo_class"],
             registry=self.registry,
             buckets=REQUEST_LATENCY_BUCKETS_S,
+        )
+        self._promises = Counter(
+            "baton_slo_requests",
+            "Requests that were promised a time to first token or between tokens, and what became of it.",
+            ["model_name", "slo_class", "target", "outcome"],
+            registry=self.registry,
         )
         self._rejected = Counter(
             "baton_rejected",
@@ -181,6 +195,10 @@ class RouterMetrics:
     ) -> Histogram:
         histogram = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
         return histogram.labels(self._model_name)
+
+
+def _outcome(kept: bool) -> str:
+    return "met" if kept else "missed"
 
 
 def _waiting_in(status: RouterStatus, slo_class: str) -> float:
