@@ -115,10 +115,11 @@ CPU_KERNELS = Library(
     path="baton_engine/kernels/cpu/kernels",
     sources=(
         *("attention.cpp", "fused.cpp", "layers.cpp"),
-        *("matmul_bfloat16.cpp", "matmul_bfloat16_pairs.cpp", "matmul_int8.cpp"),
+        *("matmul_bfloat16.cpp", "matmul_bfloat16_pairs.cpp", "matmul_bfloat16_tiles.cpp"),
+        "matmul_int8.cpp",
     ),
     headers=(
-        *("numeric.h", "team.h", "tiles.h"),
+        *("numeric.h", "team.h", "tile_instructions.h", "tile_shapes.h", "tiles.h"),
         *("attention_lines.h", "attention_products.h", "attention_tile.h"),
     ),
     # Linked without -fopenmp: the OpenMP runtime is the one that torch has loaded (kernels/cpu/library.py).

@@ -4,7 +4,7 @@ output head's, which are not rounded to the dtype of the weights.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
@@ -85,7 +85,12 @@ def pack(
     if weight.device.type != "cpu" or weight.dtype not in _PACKABLE:
         return linear
     if weight.dtype == torch.bfloat16 and product in IN_PANELS:
-        return BFloat16Panels.pack(weight, linear.bias, pairs=product is Bfloat16Product.PAIRS)
+        return BFloat16Panels.pack(
+            weight,
+            linear.bias,
+            pairs=product in (Bfloat16Product.PAIRS, Bfloat16Product.AMX),
+            tiles_above=FEW_TOKENS if product is Bfloat16Product.AMX else None,
+        )
     if weight.dtype == torch.bfloat16 and product is Bfloat16Product.MIXED:
         few = BFloat16Panels.pack(weight, linear.bias, pairs=multiplies_bfloat16())
         return MixedProduct(few=few, many=pack(linear, product=Bfloat16Product.ONEDNN))
@@ -156,8 +161,10 @@ def pack_fixed(
 
 def fix_rows(product: Projection) -> Projection:
     """`product`, so that a row's result does not depend on the other rows.
-    Products over panels are like that by themselves.
+    Products over panels are like that by themselves, but for AMX's tiles, which then multiply any number of rows.
     """
+    if isinstance(product, BFloat16Panels) and product.tiles_above is not None:
+        return replace(product, tiles_above=0)
     if isinstance(product, BFloat16Panels | Int8Panels):
         return product
     return FixedRows(product=product)

@@ -165,10 +165,20 @@ def test_what_is_asked_for_is_not_measured(folder, comparisons):
 
 def test_what_does_not_run_here_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(product_choice, "possible_products", lambda: (Bfloat16Product.WIDENED,))
+    monkeypatch.setattr(product_choice, "why_no_tiles", lambda: "the processor has none")
     with pytest.raises(
         ConfigError, match=r"cpu_product is panels; .* run auto, widened$"
     ) as caught:
         choose_product("panels", CPU)
+    assert caught.value.param == "engine.cpu_product"
+
+
+def test_amx_is_refused_with_the_reason_where_it_does_not_run(monkeypatch):
+    monkeypatch.setattr(product_choice, "why_no_tiles", lambda: "the processor has none")
+    with pytest.raises(
+        ConfigError, match=r"cpu_product is amx, and the processor has none; .* run auto, (?!.*amx)"
+    ) as caught:
+        choose_product("amx", CPU)
     assert caught.value.param == "engine.cpu_product"
 
 

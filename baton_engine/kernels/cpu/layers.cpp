@@ -18,10 +18,12 @@ constexpr int64_t MOST = 2 * BLOCK;  // tokens of a block
 
 // The structures below are laid out as in cpu_layers.py. T is what is computed in, K what pages hold.
 
-enum : int32_t { WIDENING, INT8, PAIRS };  // products: of bfloat16 weights in float32; of int8; of bfloat16 by bfloat16
+// Products: of bfloat16 weights in float32; of int8; of bfloat16 by bfloat16; the same, by AMX's tiles for many rows.
+enum : int32_t { WIDENING, INT8, PAIRS, TILES };
 
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, block_tokens, width;
+    int64_t few_rows;  // up to which PAIRS multiplies where TILES is the product
     float norm_eps, head_norm_eps, scale;
     int32_t product;  // of all matrices
 
@@ -125,8 +127,12 @@ class Layers {
         if (shape.product == INT8) return multiply_int8(matrix, x, out, rows, at.packed);
 #endif
 #ifdef __AVX512F__
-        if constexpr (std::is_same_v<T, bfloat16>)
-            if (shape.product == PAIRS) return multiply_pairs(matrix, x, out, rows, at.packed);
+        if constexpr (std::is_same_v<T, bfloat16>) {
+#ifdef BATON_TILES
+            if (shape.product == TILES && rows > shape.few_rows) return multiply_tiles(matrix, x, out, rows, at.packed);
+#endif
+            if (shape.product == PAIRS || shape.product == TILES) return multiply_pairs(matrix, x, out, rows, at.packed);
+        }
 #endif
         multiply_bfloat16(matrix, x, out, rows, at.packed);
     }

@@ -48,6 +48,7 @@ class Shape(ctypes.Structure):
 
     _fields_ = (
         *((n, _INT) for n in ("hidden", "heads", "kv_heads", "head_dim", "block_tokens", "width")),
+        ("few_rows", _INT),
         *((name, ctypes.c_float) for name in ("norm_eps", "head_norm_eps", "scale")),
         ("product", ctypes.c_int32),
     )
@@ -210,6 +211,7 @@ class CpuLayers:
             head_dim=shape.head_dim,
             block_tokens=self._pages[0].shape[3],
             width=shape.width,
+            few_rows=_few_rows(self._weights[0].qkv),
             norm_eps=shape.norm_eps,
             head_norm_eps=norms.eps if norms else 0.0,
             scale=shape.scale,
@@ -250,7 +252,14 @@ def _product(panels: Panels, dtype: torch.dtype) -> int:
     """As layers.cpp numbers them."""
     if isinstance(panels, Int8Panels):
         return 1
-    return 2 if panels.pairs and dtype == torch.bfloat16 else 0
+    if dtype != torch.bfloat16:
+        return 0
+    return 3 if panels.tiles_above is not None else 2 if panels.pairs else 0
+
+
+def _few_rows(panels: Panels) -> int:
+    few = panels.tiles_above if isinstance(panels, BFloat16Panels) else None
+    return 0 if few is None else few
 
 
 def _layer(weights: LayerWeights) -> Layer:

@@ -1,11 +1,13 @@
 """Matrix products of the CPU over weights that are smaller than what is computed in: bfloat16 as stored, or int8.
 
 A decode step reads every weight once and computes little with it, so its time is the size of the weights. Both products
-are done by C functions (matmul_bfloat16.cpp, matmul_bfloat16_pairs.cpp, matmul_int8.cpp) on weights that are put in
-their reading order once, at load. A row's result does not depend on the other rows of the call.
+are done by C functions (matmul_bfloat16.cpp, matmul_bfloat16_pairs.cpp, matmul_bfloat16_tiles.cpp, matmul_int8.cpp) on
+weights that are put in their reading order once, at load. A row's result does not depend on the other rows of the call,
+except where AMX's tiles multiply from a number of rows on.
 """
 
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,6 +39,20 @@ def multiplies_bfloat16() -> bool:
     return "avx512_bf16" in cpu_flags() and built_for("avx512f")
 
 
+def why_no_tiles() -> str | None:
+    """Why `BFloat16Panels` cannot be multiplied by AMX's tiles here; None where they can. Asks Linux for the use of tiles,
+    once per process.
+    """
+    if missing := sorted({"amx_bf16", "amx_tile", "avx512_bf16"} - cpu_flags()):
+        return f"the processor, or Linux, has no {', '.join(missing)}"
+    library = load_library()
+    if library is None or not hasattr(library, "baton_request_tiles"):
+        return "the CPU kernels are not built with AMX"
+    if error := library.baton_request_tiles():
+        return f"Linux does not give this process AMX's tiles: {os.strerror(error)}"
+    return None
+
+
 def multiplies_int8() -> bool:
     """Whether `Int8Panels` runs here: AVX-512 with VNNI, and the kernels built."""
     return built_for("avx512_vnni")
@@ -58,6 +74,8 @@ class BFloat16Panels:
         outputs: Width of the result.
         pairs: An `x` of bfloat16 is multiplied as such, by a processor that does so (`multiplies_bfloat16`); else it is
             widened too, which rounds sums elsewhere.
+        tiles_above: An `x` of bfloat16 and more rows than this is multiplied by AMX's tiles (`why_no_tiles`), which
+            round sums elsewhere than `pairs`; None for never.
     """
 
     panels: torch.Tensor
@@ -65,10 +83,16 @@ class BFloat16Panels:
     inputs: int
     outputs: int
     pairs: bool = False
+    tiles_above: int | None = None
 
     @classmethod
     def pack(
-        cls, weight: torch.Tensor, bias: torch.Tensor | None, *, pairs: bool = False
+        cls,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        pairs: bool = False,
+        tiles_above: int | None = None,
     ) -> "BFloat16Panels":
         """From `weight` `[out, in]` bfloat16, which is copied."""
         outputs, inputs = weight.shape
@@ -76,13 +100,22 @@ class BFloat16Panels:
         panels = padded.view(-1, columns, padded.shape[1] // 2, 2).permute(0, 2, 1, 3)
         wide = None if bias is None else bias.float().contiguous()
         return cls(
-            panels=panels.contiguous(), bias=wide, inputs=inputs, outputs=outputs, pairs=pairs
+            panels=panels.contiguous(),
+            bias=wide,
+            inputs=inputs,
+            outputs=outputs,
+            pairs=pairs,
+            tiles_above=tiles_above,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `[num_tokens, in]`, float32 or bfloat16, to `[num_tokens, out]` of the same dtype."""
         _check(x, self.inputs)
-        kind = "pairs" if self.pairs and x.dtype == torch.bfloat16 else "bfloat16"
+        kind = "bfloat16"
+        if x.dtype == torch.bfloat16 and self._has_tiles_for(x):
+            kind = "tiles"
+        elif x.dtype == torch.bfloat16 and self.pairs:
+            kind = "pairs"
         return self._product(f"{kind}_{str(x.dtype).removeprefix('torch.')}", x, x.dtype)
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +123,11 @@ class BFloat16Panels:
         if x.dtype == torch.float32 or not multiplies_bfloat16():
             return self(x.float())
         _check(x, self.inputs)
-        return self._product("pairs_float32", x, torch.float32)
+        kind = "tiles" if self._has_tiles_for(x) else "pairs"
+        return self._product(f"{kind}_float32", x, torch.float32)
+
+    def _has_tiles_for(self, x: torch.Tensor) -> bool:
+        return self.tiles_above is not None and x.shape[0] > self.tiles_above
 
     def _product(self, name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         output = torch.empty((x.shape[0], self.outputs), dtype=dtype)

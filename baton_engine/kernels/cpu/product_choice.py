@@ -31,6 +31,7 @@ from baton_engine.kernels.cpu.matmul import (
     built_for,
     multiplies_bfloat16,
     reads_bfloat16,
+    why_no_tiles,
 )
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,10 @@ class Bfloat16Product(StrEnum):
     """`pairs` for steps of up to `FEW_TOKENS`, `onednn` for more: the weights are held for both,
     in twice the memory.
     """
+    AMX = "amx"
+    """`pairs` for steps of up to `FEW_TOKENS`, own code with AMX's tiles for more, on the same weights. Only emulated
+    tiles have computed so: never chosen unless asked for.
+    """
     ONEDNN = "onednn"
     """torch's oneDNN, of bfloat16 and in bfloat16, product by product."""
     WIDENED = "widened"
@@ -69,12 +74,13 @@ FEW_TOKENS = 32
 """Of `ROWS`: a step of more has prompts in it, and its time is that of multiplying,
 no longer that of reading weights.
 """
-IN_PANELS = (Bfloat16Product.PANELS, Bfloat16Product.PAIRS)
+IN_PANELS = (Bfloat16Product.PANELS, Bfloat16Product.PAIRS, Bfloat16Product.AMX)
 """Those whose weights are `BFloat16Panels` and nothing else."""
 COMPUTED_IN = {
     Bfloat16Product.PANELS: torch.float32,
     Bfloat16Product.PAIRS: torch.bfloat16,
     Bfloat16Product.MIXED: torch.bfloat16,
+    Bfloat16Product.AMX: torch.bfloat16,
     Bfloat16Product.ONEDNN: torch.bfloat16,
     Bfloat16Product.WIDENED: torch.float32,
 }
@@ -143,7 +149,8 @@ def selectable_products() -> tuple[Bfloat16Product, ...]:
     """Those that run here, `MIXED` where both its parts do."""
     possible = possible_products()
     mixed = (Bfloat16Product.MIXED,) if _can_mix(possible) else ()
-    return tuple(dict.fromkeys((*possible, *mixed, Bfloat16Product.WIDENED)))
+    amx = (Bfloat16Product.AMX,) if why_no_tiles() is None else ()
+    return tuple(dict.fromkeys((*possible, *mixed, *amx, Bfloat16Product.WIDENED)))
 
 
 def _can_mix(products: Iterable[Bfloat16Product]) -> bool:
@@ -183,8 +190,9 @@ def choose_product(
     if asked != AUTO:
         if asked not in selectable_products():
             names = ", ".join((AUTO, *selectable_products()))
+            reason = f", and {why_no_tiles()}" if asked == Bfloat16Product.AMX else ""
             raise ConfigError(
-                f"cpu_product is {asked}; this processor and installation run {names}",
+                f"cpu_product is {asked}{reason}; this processor and installation run {names}",
                 param="engine.cpu_product",
             )
         if asked == Bfloat16Product.MIXED and must_agree:
@@ -192,6 +200,10 @@ def choose_product(
                 "cpu_product is mixed: which of its two products computes a row depends on the other rows of the step,"
                 f" which deterministic rules out; give {' or '.join(possible)}",
                 param="engine.cpu_product",
+            )
+        if asked == Bfloat16Product.AMX:
+            logger.warning(
+                "cpu_product is amx, which has only been run in emulation: compare what it computes"
             )
         return Bfloat16Product(asked)
     if not is_used:
@@ -332,13 +344,19 @@ def _lines(comparison: Comparison) -> str:
 
 
 def main() -> None:
-    """Says in a line what is chosen here."""
+    """Says in a line what is chosen here, and whether AMX's tiles can be asked for."""
     possible = possible_products()
     line = str(possible[0])
     if len(possible) > 1:
         comparison = measured(possible)
         line = f"{comparison.fastest()}, {comparison.advantage():.1f} times as fast as the next of {len(possible)}"
-    sys.stdout.write(line + "\n")
+    reason = why_no_tiles()
+    tiles = (
+        "amx if asked for, which no processor has run yet"
+        if reason is None
+        else f"no amx: {reason}"
+    )
+    sys.stdout.write(f"{line}; {tiles}\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,11 @@
 
 #include "numeric.h"
 
+// Whether `multiply_tiles` is compiled: the compiler knows AMX, or a test emulates it.
+#if defined(BATON_EMULATED_TILES) || (defined(__AVX512F__) && __has_include(<amxbf16intrin.h>))
+#define BATON_TILES
+#endif
+
 namespace baton {
 
 // A matrix as matmul_bfloat16.cpp or matmul_int8.cpp reads it, and what its product adds. As cpu_layers.py lays it out.
@@ -22,6 +27,9 @@ void multiply_bfloat16(const Matrix& matrix, const T* x, T* out, int64_t rows, f
 // x is multiplied as bfloat16, by a processor with avx512_bf16.
 template <typename T>
 void multiply_pairs(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, float* packed);
+// The same by a processor with AMX, whose process asked Linux for tiles; the weights lie in panels of AVX-512.
+template <typename T>
+void multiply_tiles(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, float* packed);
 template <typename T>
 void multiply_int8(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed);
 
