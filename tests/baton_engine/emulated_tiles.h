@@ -43,7 +43,8 @@ inline bool is_valid(const TileShapes& shapes) {
     for (uint8_t byte : shapes.reserved) valid = valid && byte == 0;
     for (int tile = 0; tile < 16; tile++) {
         const int rows = shapes.rows[tile], bytes = shapes.row_bytes[tile];
-        valid = valid && (tile < 8 ? rows <= 16 && bytes <= 64 && (rows == 0) == (bytes == 0) : rows == 0 && bytes == 0);
+        const bool fits = rows <= 16 && bytes <= 64 && (rows == 0) == (bytes == 0);
+        valid = valid && (tile < 8 ? fits : rows == 0 && bytes == 0);
     }
     return valid;
 }

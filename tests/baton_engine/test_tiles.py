@@ -1,4 +1,4 @@
-"""The product over AMX tiles, on emulated tiles: its source is the one that is compiled for AMX, the processor is not."""
+"""The product over AMX's tiles, from the source that is compiled for AMX, over tiles in plain C++."""
 
 import ctypes
 import logging
@@ -225,6 +225,15 @@ def test_what_is_not_finite_shows_in_its_own_row_and_in_no_other(library, poison
     assert [row for row in range(40) if not finite[row]] == [18]
 
 
+def test_what_an_earlier_product_left_in_memory_is_not_seen(library):
+    generator = torch.Generator().manual_seed(0)
+    for inputs, poison in ((224, float("nan")), (97, 0.0)):
+        x = _numbers(generator, 48, inputs) + poison
+        product = EmulatedProduct(library=library, weight=_numbers(generator, 33, inputs))
+        result = product(x)
+    assert result.isfinite().all()
+
+
 def _counts(library):
     counts = (ctypes.c_int64 * 3)()
     library.emulated_counts(counts)
@@ -265,6 +274,18 @@ def test_compiled_for_amx_the_kernel_is_its_instructions(tmp_path):
     # Of AT&T's order: weights, rows, sums. Four sums share two tiles of rows and two of weights.
     products = set(re.findall(r"tdpbf16ps\s+%tmm(\d),%tmm(\d),%tmm(\d)", shown))
     assert products == {("6", "4", "0"), ("7", "4", "1"), ("6", "5", "2"), ("7", "5", "3")}
+
+
+@pytest.mark.skipif(why_no_tiles() is not None, reason=f"no tiles here: {why_no_tiles()}")
+@pytest.mark.parametrize("rows", [1, 16, 47, 300])
+def test_a_processor_with_amx_gives_the_bits_of_the_emulation(library, rows):
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = _numbers(generator, rows, 1061), _numbers(generator, 199, 1061)
+    bias = torch.randn(199, generator=generator)
+    product = BFloat16Panels.pack(weight, bias, tiles_above=0)
+    emulated = EmulatedProduct(library=library, weight=weight, bias=bias)
+    assert torch.equal(product.wide(x), emulated(x))
+    assert torch.equal(product(x), emulated(x, dtype=torch.bfloat16))
 
 
 @needs_pairs

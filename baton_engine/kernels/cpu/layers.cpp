@@ -131,7 +131,8 @@ class Layers {
 #ifdef BATON_TILES
             if (shape.product == TILES && rows > shape.few_rows) return multiply_tiles(matrix, x, out, rows, at.packed);
 #endif
-            if (shape.product == PAIRS || shape.product == TILES) return multiply_pairs(matrix, x, out, rows, at.packed);
+            if (shape.product == PAIRS || shape.product == TILES)
+                return multiply_pairs(matrix, x, out, rows, at.packed);
         }
 #endif
         multiply_bfloat16(matrix, x, out, rows, at.packed);

@@ -40,8 +40,8 @@ def multiplies_bfloat16() -> bool:
 
 
 def why_no_tiles() -> str | None:
-    """Why `BFloat16Panels` cannot be multiplied by AMX's tiles here; None where they can. Asks Linux for the use of tiles,
-    once per process.
+    """Why `BFloat16Panels` cannot be multiplied by AMX's tiles here; None where they can. Asks Linux for the use of
+    tiles, once per process.
     """
     if missing := sorted({"amx_bf16", "amx_tile", "avx512_bf16"} - cpu_flags()):
         return f"the processor, or Linux, has no {', '.join(missing)}"

@@ -1,5 +1,5 @@
-// x * weight^T of bfloat16 by bfloat16, summed in float32, on processors with AMX: one instruction multiplies a tile of 16
-// rows and 32 inputs by one of 32 inputs and 16 columns. For many rows; a few leave most of a tile empty.
+// x * weight^T of bfloat16 by bfloat16, summed in float32, on processors with AMX: one instruction multiplies a tile of
+// 16 rows and 32 inputs by one of 32 inputs and 16 columns. For many rows; a few leave most of a tile empty.
 //
 // Run in emulation only (tests/baton_engine/test_tiles.py), never on a processor with AMX: block sizes are estimates.
 //
@@ -23,11 +23,11 @@
 namespace baton {
 namespace {
 
-constexpr int64_t HEIGHT = 16, PAIRS = 16;   // rows and pairs of inputs of a tile
-constexpr int64_t COLUMNS = 32;              // of a panel, two tiles
-constexpr int64_t STEPS = 32;                // tiles of depth that are taken at a time, with
-constexpr int64_t MOST_ROWS = 256;           // as many rows,
-constexpr int64_t MOST_PANELS = 4;           // and as many panels: 512 KiB of rows and 128 KiB of sums in the second cache
+constexpr int64_t HEIGHT = 16, PAIRS = 16;  // rows and pairs of inputs of a tile
+constexpr int64_t COLUMNS = 32;             // of a panel, two tiles
+// Tiles of depth, rows and panels that are taken at a time: 512 KiB of packed rows, 128 KiB of sums and one panel's
+// 64 KiB of weights fit the second cache.
+constexpr int64_t STEPS = 32, MOST_ROWS = 256, MOST_PANELS = 4;
 #ifdef __AVX512F__
 static_assert(COLUMNS == PANEL);
 #endif
@@ -64,7 +64,8 @@ struct Weights {
     int64_t steps;
 };
 
-// sums [32 rows, or the first 16][width] (+)= rows * weights. The second tile of rows lies `below` words from the first.
+// sums [32 rows, or the first 16][width] (+)= rows * weights. The second tile of rows lies `below` words from the
+// first.
 template <bool BOTH>
 __attribute__((noinline)) void multiply(const uint32_t* rows, int64_t below, const Weights& weights, float* sums,
                                         int64_t width, bool add) {
@@ -117,7 +118,8 @@ class TileProduct {
     void run() {
         if (outputs.rows == 0) return;
 #pragma omp for schedule(static)
-        for (int64_t first = 0; first < outputs.rows; first += HEIGHT) pack(x, outputs.rows, inputs, first, tiles(first));
+        for (int64_t first = 0; first < outputs.rows; first += HEIGHT)
+            pack(x, outputs.rows, inputs, first, tiles(first));
         const int64_t blocks = divide_up(outputs.rows, MOST_ROWS);
         const int64_t size = round_up(divide_up(outputs.rows, blocks), 2 * HEIGHT);
         // Fewer panels at a time where some threads would find no work.

@@ -1,5 +1,5 @@
-// The operations on AMX's tiles that matmul_bfloat16_tiles.cpp is written in, as instructions. Tests compile it with the
-// same operations in plain C++ (tests/baton_engine/emulated_tiles.h). Tiles are numbers from 0 to 7, written out.
+// The operations on AMX's tiles that matmul_bfloat16_tiles.cpp is written in, as instructions. Tests compile it with
+// the same operations in plain C++ (tests/baton_engine/emulated_tiles.h). Tiles are numbers from 0 to 7, written out.
 //
 // GCC's intrinsics are assembler that does not name the memory a tile is loaded from: without a barrier before it, what
 // was written there may be written later, or never.
