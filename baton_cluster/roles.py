@@ -37,6 +37,7 @@ from baton_cluster.launch.child import Child, RoleMain, run, run_standby
 from baton_cluster.launch.plan import POOL, ROUTER, SIMULATED
 from baton_cluster.launch.runtime_dir import kv_socket
 from baton_cluster.launch.standby import STANDBY
+from baton_cluster.launch.worker_counts import LauncherCounts
 from baton_worker.metrics import GrammarMetrics, SpeculationMetrics, WorkerMetrics
 from baton_worker.server import WorkerServer
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
@@ -64,6 +65,7 @@ async def run_router(child: Child) -> None:
     part = child.assignment.part
     await service.run(
         child.assignment.config,
+        counts=None if part.pools is None else LauncherCounts(child, part.pools),
         sockets=[socket.socket(fileno=fd) for fd in part.http_fds],
         worker_addresses=part.worker_addresses,
         pool_addresses=part.pool_addresses,

@@ -438,6 +438,16 @@ class _Control(control_pb2_grpc.ControlServicer):
         """Refused: only routers plan."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a worker plans nothing: ask a router")
 
+    async def Scale(  # noqa: N802
+        self,
+        request: pb.ScaleRequest,  # noqa: ARG002
+        context: grpc.aio.ServicerContext[pb.ScaleRequest, pb.ScaleReply],
+    ) -> pb.ScaleReply:
+        """Refused: only routers know a launcher."""
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED, "a worker starts no others: ask a router"
+        )
+
     async def Explain(  # noqa: N802
         self,
         request: pb.ExplainRequest,  # noqa: ARG002

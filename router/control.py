@@ -2,12 +2,13 @@
 and drain by command.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
 
 from baton.clock import Clock
+from baton.errors import InvalidRequestError, UnavailableError
 from baton.ids import RequestId, Role, WorkerId, WorkerIdentity
 from baton.rpc.admission import asker
 from baton.rpc.channel import open_channel
@@ -19,6 +20,7 @@ from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc as pb_grpc
 from baton.telemetry.logs import get_logger
 from router.admin.stories import OperatorStories
+from router.roles.ports import WorkerCounts
 from router.routing.explanation import DecisionLog
 from router.routing.view import ClusterView, WorkerView
 from router.telemetry.explain import explanation_to_proto
@@ -31,6 +33,10 @@ _Reply = TypeVar("_Reply")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 _WORKER_WAIT_S = 5.0
+_NOT_OURS = (
+    "the workers of this cluster are not started by `baton serve`: change their number where they are, on Kubernetes by"
+    " `kubectl scale statefulset/decode --replicas 5`, else by `baton run` on their hosts"
+)
 
 _log = get_logger(__name__)
 
@@ -70,6 +76,7 @@ class RouterControl(pb_grpc.ControlServicer):
         version: Of Baton.
         model: Name of the served model.
         planner: Changes roles by itself; None where roles stay what they are.
+        counts: Of the workers that a launcher runs; None where none started this router.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class RouterControl(pb_grpc.ControlServicer):
         version: str,
         model: str,
         planner: Planner | None = None,
+        counts: WorkerCounts | None = None,
     ) -> None:
         self._view = view
         self._links = links
@@ -98,6 +106,7 @@ class RouterControl(pb_grpc.ControlServicer):
         self._version = version
         self._model = model
         self._planner = planner
+        self._counts = counts
 
     async def Status(  # noqa: N802  # the stub's name
         self,
@@ -190,6 +199,21 @@ class RouterControl(pb_grpc.ControlServicer):
             return "prefills for others"
         return ""
 
+    def _lost_without(self, ended: Collection[str]) -> str:
+        """What workers do now, and would do no more without those of these names; empty where nothing is lost. Their roles
+        may have changed since they were started.
+        """
+        usable = self._view.usable(self._clock.now_s())
+        now = [one.hello.role for one in usable]
+        left = [one.hello.role for one in usable if one.identity.worker_id not in ended]
+        if any(one.decodes for one in now) and not any(one.decodes for one in left):
+            return "decodes"
+        if any(one.prefills_for_others for one in now) and not any(
+            one.prefills_for_others for one in left
+        ):
+            return "prefills for others"
+        return ""
+
     async def SetRole(  # noqa: N802
         self,
         request: pb.SetRoleRequest,
@@ -231,6 +255,31 @@ class RouterControl(pb_grpc.ControlServicer):
         if refusal:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         return pb.HoldPlannerReply()
+
+    async def Scale(  # noqa: N802
+        self,
+        request: pb.ScaleRequest,
+        context: grpc.aio.ServicerContext[pb.ScaleRequest, pb.ScaleReply],
+    ) -> pb.ScaleReply:
+        """Has the launcher run other numbers of workers; answers once that has begun."""
+        if self._counts is None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _NOT_OURS)
+        before, by = dict(self._counts.pools()), asker(context, request.by)
+        ended = {
+            f"{pool}-{index}"
+            for pool, count in request.pools.items()
+            for index in range(count, before.get(pool, 0))
+        }
+        if lost := self._lost_without(ended):
+            why = f"without {' and '.join(sorted(ended))} no worker would be left that {lost}: change a role first (baton role)"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
+        try:
+            now = await self._counts.scale(dict(request.pools), by=by)
+        except InvalidRequestError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+        except UnavailableError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, error.message)
+        return pb.ScaleReply(before=before, now=now)
 
     async def Explain(  # noqa: N802
         self,

@@ -53,6 +53,7 @@ from router.inboxes import Inboxes
 from router.model_discovery import ModelDiscovery
 from router.pool_watch import PoolWatches, watching
 from router.roles.planning import RolePlanning, planning
+from router.roles.ports import WorkerCounts
 from router.routing.chains import PromptHasher
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
@@ -113,6 +114,7 @@ async def run(
     worker_addresses: Sequence[str],
     notify: Notify,
     stop: asyncio.Event,
+    counts: WorkerCounts | None = None,
     pool_addresses: Sequence[str] = (),
     secret: bytes | None = None,
     control_address: str | None = None,
@@ -125,6 +127,7 @@ async def run(
         worker_addresses: gRPC addresses of workers; discovery may find more.
         notify: Told of progress, and when requests are served.
         stop: Set from outside.
+        counts: Of the workers that a launcher runs, which may change; None where none started this process.
         pool_addresses: gRPC addresses of the pool's nodes; discovery may find more.
         secret: The cluster secret; that of the configuration if None.
         control_address: Where Control is served; the cluster's runtime directory's socket if None.
@@ -146,6 +149,8 @@ async def run(
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     credentials = ClusterCredentials.from_config(config.cluster, PeerRole.ROUTER, "router")
     parts = compose(config.router, worker_addresses, secret, credentials=credentials)
+    if counts is not None:
+        counts.follow(parts.membership.relist)
     registry = new_registry()
     registry.register(credentials.counts)
     refused = RefusedValues(registry)
@@ -178,6 +183,7 @@ async def run(
                 parts,
                 tenancy,
                 roles,
+                counts,
                 watches,
                 discovery,
                 control_address,
@@ -415,6 +421,7 @@ async def _operated(
     parts: RouterParts,
     tenancy: Tenancy,
     roles: RolePlanning | None,
+    counts: WorkerCounts | None,
     watches: PoolWatches,
     discovery: DiscoveryWatch | None,
     control_address: str,
@@ -432,7 +439,7 @@ async def _operated(
     )
     pool = PoolAdminClient(watches.addresses, credentials)
     async with (
-        _control(config, parts, roles, stories, discovery, control_address, credentials),
+        _control(config, parts, roles, counts, stories, discovery, control_address, credentials),
         _admin(config, tenancy, pool, stories, refusals),
     ):
         yield
@@ -468,6 +475,7 @@ async def _control(
     config: BatonConfig,
     parts: RouterParts,
     roles: RolePlanning | None,
+    counts: WorkerCounts | None,
     stories: OperatorStories,
     discovery: DiscoveryWatch | None,
     address: str,
@@ -486,6 +494,7 @@ async def _control(
         version=version(),
         model=_names(config)[0],
         planner=roles,
+        counts=counts,
     )
     control_pb2_grpc.add_ControlServicer_to_server(control, rpc)
     bind(rpc, address, credentials)

@@ -234,6 +234,7 @@ RULES: tuple[Rule, ...] = (
         "pool.fetch_timeout_s",
     ),
     *_at_least(0, "cluster.prefill_workers", "cluster.decode_workers", "cluster.hybrid_workers"),
+    *_at_least(1, "cluster.max_workers"),
     Rule(
         path="cluster.metrics_port",
         holds=lambda v: 1 <= v <= 65535,
@@ -349,6 +350,8 @@ def contradiction(config: BatonConfig) -> str | None:
     if cluster.restart_backoff_max_s < cluster.restart_backoff_s:
         return "cluster.restart_backoff_max_s must not be below cluster.restart_backoff_s"
     started_here = cluster.prefill_workers + cluster.decode_workers + cluster.hybrid_workers
+    if started_here > cluster.max_workers:
+        return f"cluster.max_workers is {cluster.max_workers}: {started_here} workers are to be started"
     ports = started_here + (pool.nodes if pool.enabled else 0)
     if cluster.metrics_port is not None and cluster.metrics_port + ports > 65536:
         return f"cluster.metrics_port: from {cluster.metrics_port} there are not {ports} ports"

@@ -469,6 +469,7 @@ class ClusterConfig:
         prefill_workers: Number of prefill workers to start.
         decode_workers: Number of decode workers to start.
         hybrid_workers: Number of workers that do both. With these asked for, the numbers above default to 0.
+        max_workers: So many workers of all kinds `baton serve` runs at most, also after `baton scale`.
         workers: Addresses of workers that run elsewhere; the router joins them to the ones started here.
         pool_nodes: Addresses of pool nodes that run elsewhere: the router watches what they hold.
         discovery: How routers find workers and pool nodes that are not listed: `static`, not at all; `dns`, by the
@@ -506,6 +507,7 @@ class ClusterConfig:
     prefill_workers: int = 1
     decode_workers: int = 1
     hybrid_workers: int = 0
+    max_workers: int = 64
     workers: tuple[str, ...] = ()
     pool_nodes: tuple[str, ...] = ()
     discovery: str = "static"

@@ -26,6 +26,7 @@ from baton_cluster.cli import (  # noqa: E402
     pool,
     role,
     run_role,
+    scale,
     serve,
     status,
     tenants,
@@ -54,6 +55,7 @@ COMMANDS: Mapping[str, tuple[Subcommand, str]] = {
         planner,
         "have the roles of a running cluster stay what they are, or follow the load",
     ),
+    "scale": (scale, "change how many workers a running cluster has"),
     "drain": (
         drain,
         "have a worker of a running cluster take nothing new, and wait until it is empty",

@@ -9,6 +9,8 @@ from rich.status import Status
 
 from baton.telemetry import logs
 from baton_cluster.launch.supervisor import (
+    AnnounceJoined,
+    AnnounceLeft,
     Announcement,
     AnnounceReady,
     AnnounceRecovered,
@@ -61,12 +63,16 @@ class StartDisplay:
             print(f"baton: {event.name}: {event.what}", file=self._console.file, flush=True)
 
     def announce(self, announcement: Announcement) -> None:
-        """A child ended by accident, or is back."""
+        """A child ended by accident, is back, or came or went because the number of workers was changed."""
         match announcement:
             case AnnounceRestart():
                 _log_restart(announcement)
             case AnnounceRecovered():
                 _log.info("process is back", process=announcement.name)
+            case AnnounceJoined():
+                _log.info("worker added", process=announcement.name)
+            case AnnounceLeft():
+                _log.info("worker removed", process=announcement.name)
             case AnnounceReady():
                 self._is_starting = False
                 self._close()

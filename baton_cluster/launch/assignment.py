@@ -23,6 +23,7 @@ class Part:
         incarnation: New at every start.
         worker: What it serves; only for workers.
         worker_addresses: Every worker's gRPC address; only for the router.
+        pools: How many workers of each role the launcher has; only for a router that can ask it for others.
         pool_addresses: Every pool node's gRPC address; only for the router.
         http_fds: Listening sockets that it inherits; only for the router.
         pool_address: Where this host's pool node listens; empty without a pool.
@@ -36,6 +37,7 @@ class Part:
     incarnation: Incarnation
     worker: WorkerConfig | None = None
     worker_addresses: tuple[str, ...] = ()
+    pools: dict[str, int] | None = None
     pool_addresses: tuple[str, ...] = ()
     http_fds: tuple[int, ...] = ()
     pool_address: str = ""

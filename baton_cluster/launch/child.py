@@ -5,6 +5,7 @@ in flight. It ends badly with one `fatal` status line. SIGINT is ignored: Ctrl-C
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -23,7 +24,14 @@ from baton.errors import BatonError
 from baton.telemetry import logs
 from baton_cluster.launch.assignment import Assignment
 from baton_cluster.launch.command_line import show_as
-from baton_cluster.launch.lifeline import ChildEnd, Progress, Ready, fatal
+from baton_cluster.launch.lifeline import (
+    ChildEnd,
+    Progress,
+    Ready,
+    ScaleRequest,
+    WorkersChanged,
+    fatal,
+)
 from baton_cluster.launch.runtime_dir import leave
 
 _PROGRESS_INTERVAL_S = 0.1
@@ -39,11 +47,13 @@ class Child:
     Attributes:
         assignment: What the launcher asks of it.
         stop: Set when the role shall finish what is in flight and return.
+        on_workers: Called on the event loop when the launcher tells of changed workers.
     """
 
     def __init__(self, assignment: Assignment, end: ChildEnd) -> None:
         self.assignment = assignment
         self.stop = asyncio.Event()
+        self.on_workers: Callable[[WorkersChanged], None] | None = None
         self._end = end
         self._is_ready = False
         self._last_progress: tuple[str, float] = ("", 0.0)
@@ -66,6 +76,10 @@ class Child:
         """Tells the launcher that this process serves."""
         self._is_ready = True
         self._end.send(Ready())
+
+    def ask_for_workers(self, request: ScaleRequest) -> None:
+        """Asks the launcher for other numbers of workers. Its answer comes to `on_workers`."""
+        self._end.send(request)
 
 
 RoleMain = Callable[[Child], Awaitable[None]]
@@ -167,7 +181,7 @@ async def _live(
     loop = asyncio.get_running_loop()
     for number in stops:
         loop.add_signal_handler(number, child.stop.set)
-    end.watch(lambda: _orphaned(child, loop))
+    end.watch(lambda: _orphaned(child, loop), lambda news: _told(child, loop, news))
     role = asyncio.ensure_future(role_main(child))
     stopped = asyncio.ensure_future(child.stop.wait())
     await asyncio.wait({role, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -175,6 +189,15 @@ async def _live(
     if role.done() or child.is_ready:
         await role
     # Else it is asked to go while it starts: nothing is in flight, and what it loads is not needed.
+
+
+def _told(child: Child, loop: asyncio.AbstractEventLoop, news: WorkersChanged) -> None:
+    def tell() -> None:
+        if child.on_workers is not None:
+            child.on_workers(news)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed: this process is ending already
+        loop.call_soon_threadsafe(tell)
 
 
 def _orphaned(child: Child, loop: asyncio.AbstractEventLoop) -> None:

@@ -14,7 +14,15 @@ from baton.config import env
 from baton.errors import from_code
 from baton.ids import Incarnation
 from baton_cluster.launch.assignment import Assignment
-from baton_cluster.launch.lifeline import Fatal, LauncherEnd, Progress, Ready, Status
+from baton_cluster.launch.lifeline import (
+    Fatal,
+    LauncherEnd,
+    Progress,
+    Ready,
+    ScaleRequest,
+    Status,
+    WorkersChanged,
+)
 from baton_cluster.launch.plan import ChildPlan
 from baton_cluster.launch.supervisor import (
     ChildExited,
@@ -23,6 +31,13 @@ from baton_cluster.launch.supervisor import (
     ChildReady,
     Event,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleAsked:
+    """The router asks for other numbers of workers."""
+
+    request: ScaleRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +88,11 @@ class ChildProcess:
         await spawned.lifeline.assign(assignment)
         return cls(plan, assignment.part.incarnation, spawned.process, spawned.lifeline)
 
-    async def events(self) -> AsyncIterator[Event]:
+    def tell(self, news: WorkersChanged) -> None:
+        """Tells it of changed workers."""
+        self._lifeline.tell(news)
+
+    async def events(self) -> AsyncIterator[Event | ScaleAsked]:
         """What happens to the child, up to its exit, which is always the last."""
         async for status in self._lifeline.statuses():
             yield event_of(status, self.plan.name, self.incarnation)
@@ -94,8 +113,8 @@ class ChildProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
 
-def event_of(status: Status, name: str, incarnation: Incarnation) -> Event:
-    """What the supervisor is told when the child `name` says `status`."""
+def event_of(status: Status, name: str, incarnation: Incarnation) -> Event | ScaleAsked:
+    """What the launcher is told when the child `name` says `status`."""
     match status:
         case Ready():
             return ChildReady(name=name, incarnation=incarnation)
@@ -106,6 +125,8 @@ def event_of(status: Status, name: str, incarnation: Incarnation) -> Event:
         case Fatal():
             error = from_code(status.code, status.message, status.param)
             return ChildFatal(name=name, incarnation=incarnation, error=error)
+        case ScaleRequest():
+            return ScaleAsked(request=status)
 
 
 async def spawn(

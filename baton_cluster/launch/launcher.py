@@ -18,17 +18,22 @@ from typing import Protocol, Self
 
 from baton.backoff import Backoff
 from baton.config.schema import BatonConfig
-from baton.errors import BatonError, UnavailableError
-from baton.ids import Incarnation, new_incarnation
+from baton.errors import BatonError, InvalidRequestError, UnavailableError
+from baton.ids import Incarnation, Role, new_incarnation
+from baton.telemetry.logs import get_logger
 from baton_cluster.launch import listener
 from baton_cluster.launch.assignment import Assignment
-from baton_cluster.launch.child_process import ChildProcess
+from baton_cluster.launch.child_process import ChildProcess, ScaleAsked
 from baton_cluster.launch.child_stories import serve_stories
+from baton_cluster.launch.fleet import WorkerFleet
+from baton_cluster.launch.lifeline import WorkersChanged
 from baton_cluster.launch.machine import own_cores, usable_cores
 from baton_cluster.launch.plan import (
+    ROUTER,
     ChildPlan,
     assignment_of,
     plan_children,
+    plan_worker,
     resolve,
     resolve_model,
 )
@@ -36,13 +41,17 @@ from baton_cluster.launch.runtime_dir import RuntimeDir, default_dir
 from baton_cluster.launch.standby import StandbyProcess
 from baton_cluster.launch.supervisor import (
     Action,
+    AnnounceJoined,
+    AnnounceLeft,
     Announcement,
     AnnounceReady,
     AnnounceRecovered,
     AnnounceRestart,
+    ChildAdded,
     ChildExited,
     ChildFatal,
     ChildProgress,
+    ChildRetired,
     ChildState,
     Event,
     GiveUp,
@@ -56,6 +65,8 @@ from baton_cluster.launch.supervisor import (
     Tick,
 )
 from kv_transfer.memory.cuda import devices
+
+_log = get_logger(__name__)
 
 
 class Observer(Protocol):
@@ -79,7 +90,7 @@ class RunningChild(Protocol):
     def incarnation(self) -> Incarnation:
         """Of this start."""
 
-    def events(self) -> AsyncIterator[Event]:
+    def events(self) -> AsyncIterator[Event | ScaleAsked]:
         """What happens to it, up to its exit, which is always the last."""
 
     def terminate(self) -> None:
@@ -94,6 +105,9 @@ class WorkerPlaces(Protocol):
 
     async def start(self, plan: ChildPlan, assignment: Assignment) -> RunningChild:
         """Starts a worker. Raises `OSError` where that cannot even be tried."""
+
+    def release(self, name: str) -> None:
+        """The worker of that name is gone, and was not wanted any more: its place is free. Must not block."""
 
 
 class Unobserved:
@@ -139,7 +153,7 @@ class LocalCluster:
         self._observer = observer or Unobserved()
         self._child_module = child_module
         self._places = places
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | ScaleAsked] = asyncio.Queue()
         self._processes: dict[str, RunningChild] = {}
         self._listening_to: set[asyncio.Task[None]] = set()
         self._ready = asyncio.Event()
@@ -168,7 +182,12 @@ class LocalCluster:
     @property
     def children(self) -> list[ChildInfo]:
         """Every child at this moment."""
-        return [self._info(plan) for plan in self._plans.values()]
+        return [self._info(plan) for plan in self._plans]
+
+    @property
+    def pools(self) -> dict[str, int]:
+        """How many workers of each role are wanted."""
+        return self._fleet.pools
 
     @property
     def standby_pid(self) -> int | None:
@@ -248,7 +267,8 @@ class LocalCluster:
         gpus = 0 if on_cpu or self._places is not None else len(devices())
         cores = own_cores() if self._places is None else ()
         plans = plan_children(self._config, self._runtime, gpus, cores)
-        self._plans = {plan.name: plan for plan in plans}
+        self._beside = [plan for plan in plans if plan.worker is None]
+        self._fleet = self._fleet_of(plans, gpus, cores)
         self._standby = self._standby_for(plans)
         self._core = self._supervisor(plans)
 
@@ -265,6 +285,29 @@ class LocalCluster:
             lock_fd=self._runtime.lock_fd,
             module=self._child_module,
         )
+
+    def _fleet_of(self, plans: Sequence[ChildPlan], gpus: int, cores: Sequence[int]) -> WorkerFleet:
+        config, runtime = self._config, self._runtime
+
+        def plan(role: Role, index: int, number: int) -> ChildPlan:
+            return plan_worker(role, index, number, config, runtime, gpus, cores)
+
+        return WorkerFleet(
+            [each for each in plans if each.worker is not None],
+            plan,
+            most=config.cluster.max_workers,
+            gpus=gpus,
+            others=bool(config.cluster.workers),
+        )
+
+    @property
+    def _plans(self) -> list[ChildPlan]:
+        """Of all children."""
+        return [*self._fleet.plans, *self._beside]
+
+    def _listed(self) -> list[ChildPlan]:
+        """Of those that a router is told of by their addresses: workers elsewhere register with discovery."""
+        return self._plans if self._places is None else self._beside
 
     def _supervisor(self, plans: Sequence[ChildPlan]) -> Supervisor:
         cluster = self._config.cluster
@@ -286,6 +329,9 @@ class LocalCluster:
         try:
             while not self._core.finished:
                 event = await self._next_event()
+                if isinstance(event, ScaleAsked):
+                    await self._scale(event)
+                    continue
                 self._note(event)
                 for action in self._core.handle(event, time.monotonic()):
                     await self._act(action)
@@ -296,7 +342,39 @@ class LocalCluster:
             self._stop_listening()
             self._runtime.release()
 
-    async def _next_event(self) -> Event:
+    async def _scale(self, asked: ScaleAsked) -> None:
+        request, refusal = asked.request, ""
+        try:
+            if self._listener is None:
+                raise InvalidRequestError("the cluster is stopping")
+            if not self.is_ready:
+                raise InvalidRequestError("the cluster is starting: ask again once it is ready")
+            change = self._fleet.scale(request.pools)
+        except InvalidRequestError as error:
+            refusal = error.message
+        else:
+            _log.warning("the numbers of workers change", by=request.by, **self._fleet.pools)
+            events: list[Event] = [ChildRetired(name=name) for name in change.retired]
+            events += [ChildAdded(name=one.name, stop_rank=one.stop_rank) for one in change.added]
+            for event in events:
+                for action in self._core.handle(event, time.monotonic()):
+                    await self._act(action)
+        self._tell_router(answers=request.number, refusal=refusal)
+
+    def _tell_router(self, *, answers: int = 0, refusal: str = "") -> None:
+        router = self._processes.get(ROUTER)
+        if not isinstance(router, ChildProcess):
+            return  # it is told when it starts
+        here = [plan.worker.address for plan in self._listed() if plan.worker is not None]
+        news = WorkersChanged(
+            addresses=(*here, *self._config.cluster.workers),
+            pools=self._fleet.pools,
+            answers=answers,
+            refusal=refusal,
+        )
+        router.tell(news)
+
+    async def _next_event(self) -> Event | ScaleAsked:
         deadline_s = self._core.next_deadline_s()
         wait_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
         try:
@@ -322,9 +400,13 @@ class LocalCluster:
             case StartProcess():
                 await self._start(action)
             case Stop():
-                self._processes[action.name].terminate()
+                if (
+                    action.name in self._processes
+                ):  # else it was never started; that is on the way to the supervisor
+                    self._processes[action.name].terminate()
             case Kill():
-                self._processes[action.name].kill()
+                if action.name in self._processes:
+                    self._processes[action.name].kill()
             case GiveUp():
                 self._failure = action.error
                 self._stop_listening()
@@ -332,11 +414,20 @@ class LocalCluster:
                 self._ready.set()
                 self._observer.announce(action)
                 self._have_standby()
-            case AnnounceRecovered():
+            case AnnounceRecovered() | AnnounceJoined():
                 self._observer.announce(action)
                 self._have_standby()
+            case AnnounceLeft():
+                self._forget(action.name)
+                self._observer.announce(action)
             case AnnounceRestart():
                 self._observer.announce(action)
+
+    def _forget(self, name: str) -> None:
+        self._fleet.gone(name)
+        if self._places is not None:
+            self._places.release(name)
+        self._tell_router()
 
     def _have_standby(self) -> None:
         """Begins the next one once what was to start serves: until then every core is needed for that."""
@@ -344,17 +435,16 @@ class LocalCluster:
             self._standby.begin()
 
     async def _start(self, action: StartProcess) -> None:
-        plan = self._plans[action.name]
+        plan = next(plan for plan in self._plans if plan.name == action.name)
         assert self._listener is not None, "a stopping cluster starts nothing"
-        plans = list(self._plans.values())
-        here = plans if self._places is None else [each for each in plans if each.worker is None]
         assignment = assignment_of(
             plan,
-            here,
+            self._listed(),
             config=self._config,
             incarnation=action.incarnation,
             http_fd=self._listener.fileno(),
             lock_fd=self._runtime.lock_fd,
+            pools=self._fleet.pools,
         )
         try:
             process = await self._run(plan, assignment)

@@ -1,6 +1,7 @@
 """The socket between the launcher and each child, both ends of it.
 
-The launcher writes the assignment; the child answers with status lines. Neither ever closes its end while it lives, so
+The launcher writes the assignment; the child answers with status lines. The router hears of changes of the workers, and
+asks for other numbers of them. Neither ever closes its end while it lives, so
 end-of-file means that the other process is gone, however it died: it is how children of a killed launcher notice.
 """
 
@@ -37,7 +38,31 @@ class Fatal(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="f
     param: str | None = None
 
 
-Status = Progress | Ready | Fatal
+class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="scale"):
+    """The router asks for other numbers of workers; those of pools that are not named stay what they are."""
+
+    number: int
+    pools: dict[str, int]
+    by: str
+
+
+Status = Progress | Ready | Fatal | ScaleRequest
+
+
+class WorkersChanged(msgspec.Struct, frozen=True, kw_only=True):
+    """To the router: its workers have changed, or the answer to what it asked for.
+
+    Attributes:
+        addresses: Of all workers that are listed, whether they start, serve or drain.
+        pools: How many of each role are wanted.
+        answers: The number of the request that this answers; 0 for none.
+        refusal: Why it was refused; empty if it was not.
+    """
+
+    addresses: tuple[str, ...]
+    pools: dict[str, int]
+    answers: int = 0
+    refusal: str = ""
 
 
 def fatal(error: BatonError) -> Fatal:
@@ -65,6 +90,11 @@ class LauncherEnd:
             await self._writer.drain()
         except ConnectionError:
             return
+
+    def tell(self, news: WorkersChanged) -> None:
+        """Tells a child of changed workers."""
+        if not self._writer.is_closing():
+            self._writer.write(msgspec.json.encode(news) + b"\n")
 
     async def status(self) -> Status | None:
         """What the child says next; None once it is gone."""
@@ -112,17 +142,27 @@ class ChildEnd:
             except (BrokenPipeError, ConnectionResetError):
                 return
 
-    def watch(self, launcher_gone: Callable[[], None]) -> None:
-        """Calls `launcher_gone` once, from a thread of its own, when the launcher has died."""
+    def watch(
+        self, launcher_gone: Callable[[], None], told: Callable[[WorkersChanged], None]
+    ) -> None:
+        """Calls, from a thread of its own, `told` with what the launcher says from now on, and `launcher_gone` once, when
+        it has died.
+        """
         thread = threading.Thread(
-            target=self._wait_for_end, args=(launcher_gone,), name="lifeline", daemon=True
+            target=self._listen, args=(launcher_gone, told), name="lifeline", daemon=True
         )
         thread.start()
 
-    def _wait_for_end(self, launcher_gone: Callable[[], None]) -> None:
+    def _listen(
+        self, launcher_gone: Callable[[], None], told: Callable[[WorkersChanged], None]
+    ) -> None:
         try:
-            while self._sock.recv(4096):
-                continue  # A later launcher may say more than we know; only its end matters.
+            while line := self._lines.readline():
+                try:
+                    news = msgspec.json.decode(line, type=WorkersChanged)
+                except msgspec.DecodeError:
+                    continue  # A later launcher may say more than we know.
+                told(news)
         except ConnectionResetError:
             pass  # Died with our words unread: gone all the same.
         launcher_gone()

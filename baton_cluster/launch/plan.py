@@ -1,7 +1,7 @@
 """From a configuration to what will run: fills in what all processes must agree on, and lists the processes."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -116,22 +116,24 @@ def plan_children(
     first, the router last. None waits for another. Workers take turns with the machine's `gpus`; without any, each
     gets `cores` of its own.
     """
-    cluster = config.cluster
-    counts = {
+    counts = started_here(config.cluster)
+    places = [(role, index) for role, count in counts.items() for index in range(count)]
+    workers = [
+        plan_worker(role, index, number, config, runtime, gpus, cores)
+        for number, (role, index) in enumerate(places)
+    ]
+    nodes = range(config.pool.nodes if config.pool.enabled else 0)
+    pool = [ChildPlan(name=f"{POOL}-{node}", role=POOL, pool_node=node) for node in nodes]
+    return [*pool, *workers, ChildPlan(name=ROUTER, role=ROUTER)]
+
+
+def started_here(cluster: ClusterConfig) -> dict[Role, int]:
+    """How many workers of each role are started with the cluster."""
+    return {
         Role.PREFILL: cluster.prefill_workers,
         Role.DECODE: cluster.decode_workers,
         Role.HYBRID: cluster.hybrid_workers,
     }
-    places = [(role, index) for role, count in counts.items() for index in range(count)]
-    workers = [
-        _on_gpu(_worker(role, index, number, config, runtime), number, len(places), gpus)
-        for number, (role, index) in enumerate(places)
-    ]
-    if not gpus:
-        workers = _on_cores(workers, config, cores)
-    nodes = range(config.pool.nodes if config.pool.enabled else 0)
-    pool = [ChildPlan(name=f"{POOL}-{node}", role=POOL, pool_node=node) for node in nodes]
-    return [*pool, *workers, ChildPlan(name=ROUTER, role=ROUTER)]
 
 
 def found_by(cluster: ClusterConfig) -> tuple[str, ...]:
@@ -164,8 +166,11 @@ def assignment_of(
     incarnation: Incarnation,
     http_fd: int,
     lock_fd: int,
+    pools: Mapping[str, int],
 ) -> Assignment:
-    """What `child` is told when it starts. Only the router learns of the other workers and gets the HTTP socket."""
+    """What `child` is told when it starts. Only the router learns of the other workers, of which there are to be so many
+    in each of the `pools`, and gets the HTTP socket.
+    """
     pool = node_config(config, child.pool_node)
     part = Part(
         name=child.name,
@@ -181,6 +186,7 @@ def assignment_of(
         part = replace(
             part,
             worker_addresses=(*here, *config.cluster.workers),
+            pools=dict(pools),
             pool_addresses=(*pool_here, *config.cluster.pool_nodes),
             http_fds=(http_fd,),
         )
@@ -240,55 +246,60 @@ def _resolve_pool(config: BatonConfig, runtime_dir: Path, workers: int) -> PoolC
     )
 
 
-def _worker(
-    role: Role, index: int, number: int, config: BatonConfig, runtime: RuntimeDir
+def plan_worker(
+    role: Role,
+    index: int,
+    number: int,
+    config: BatonConfig,
+    runtime: RuntimeDir,
+    gpus: int = 0,
+    cores: Sequence[int] = (),
 ) -> ChildPlan:
-    """The `index`-th worker of its role and the `number`-th of all."""
-    name = f"{role.value}-{index}"
-    first_port = config.cluster.metrics_port
+    """The `index`-th worker of its role and the `number`-th of all. A number beyond those that are started with the
+    cluster is one that was added: it shares no GPU (there must be one for it), and has cores of its own only where some
+    are left.
+    """
+    name, started = f"{role.value}-{index}", sum(started_here(config.cluster).values())
     worker = WorkerConfig(
         worker_id=name,
         role=role,
         address=runtime.socket_address(name),
         drain_timeout_s=config.cluster.drain_timeout_s,
-        metrics_address="" if first_port is None else f"127.0.0.1:{first_port + number}",
+        metrics_address=_metrics_address(number, started, config),
     )
-    num_threads = config.engine.num_threads or 1
+    if gpus:
+        gpu = number % gpus
+        sharers = max(1, len(range(gpu, started, gpus)))
+        worker = replace(worker, gpu=gpu, gpu_sharers=sharers)
+    else:
+        worker = replace(worker, cores=_own_cores(number, started, config, cores))
     return ChildPlan(
         name=name,
         role=role.value,
         worker=worker,
-        num_threads=num_threads,
+        num_threads=config.engine.num_threads or 1,
         pool_node=index % config.pool.nodes,
     )
 
 
-def _on_gpu(child: ChildPlan, number: int, workers: int, gpus: int) -> ChildPlan:
-    """The `number`-th of the workers on its GPU, if there is any."""
-    if not gpus or child.worker is None:
-        return child
-    gpu = number % gpus
-    sharers = len(range(gpu, workers, gpus))
-    return replace(child, worker=replace(child.worker, gpu=gpu, gpu_sharers=sharers))
+def _metrics_address(number: int, started: int, config: BatonConfig) -> str:
+    first_port = config.cluster.metrics_port
+    if first_port is None:
+        return ""
+    behind = config.pool.nodes if number >= started and config.pool.enabled else 0
+    return f"127.0.0.1:{first_port + number + behind}"
 
 
-def _on_cores(
-    workers: list[ChildPlan], config: BatonConfig, cores: Sequence[int]
-) -> list[ChildPlan]:
-    """Gives each worker as many cores as it has threads, and shares none: two teams of threads on one core slow each
-    other many times over. No worker is bound where there are too few.
+def _own_cores(
+    number: int, started: int, config: BatonConfig, cores: Sequence[int]
+) -> tuple[int, ...]:
+    """As many as it has threads, shared with nobody: two teams of threads on one core slow each other many times over.
+    None where there are too few, which is so for all that are started with the cluster, or for none of them.
     """
     threads = config.engine.num_threads or 1
-    if not config.engine.bind_cores or threads * len(workers) > len(cores):
-        return workers
-    shares = [
-        tuple(cores[number * threads : (number + 1) * threads]) for number in range(len(workers))
-    ]
-    return [
-        replace(child, worker=replace(child.worker, cores=share))
-        for child, share in zip(workers, shares, strict=True)
-        if child.worker is not None
-    ]
+    if not config.engine.bind_cores or threads * max(started, number + 1) > len(cores):
+        return ()
+    return tuple(cores[number * threads : (number + 1) * threads])
 
 
 MOST_BYTES = 4 << 30

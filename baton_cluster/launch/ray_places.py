@@ -24,9 +24,9 @@ from baton.errors import ConfigError, UnavailableError
 from baton.ids import Incarnation, Role
 from baton.telemetry.logs import get_logger
 from baton_cluster.launch.assignment import Assignment, encode
-from baton_cluster.launch.child_process import event_of
+from baton_cluster.launch.child_process import ScaleAsked, event_of
 from baton_cluster.launch.lifeline import Status
-from baton_cluster.launch.plan import ChildPlan
+from baton_cluster.launch.plan import ChildPlan, started_here
 from baton_cluster.launch.ray_worker import WorkerActor
 from baton_cluster.launch.supervisor import ChildExited, ChildFatal, Event
 
@@ -113,6 +113,10 @@ class RayPlaces:
     def __init__(self, config: BatonConfig) -> None:
         self._config = config
         self._groups: dict[Role, Any] = {}
+        self._sizes: dict[Role, int] = {}
+        self._added: dict[str, Any] = {}
+        """Placement groups of one bundle each, of workers that were added, by name."""
+        self._placing = threading.Lock()
 
     def __enter__(self) -> Self:
         """Connects, or starts Ray, and waits for all places.
@@ -164,7 +168,7 @@ class RayPlaces:
 
     def _give_back(self) -> None:
         try:
-            for group in self._groups.values():
+            for group in (*self._groups.values(), *self._added.values()):
                 self._ray.util.remove_placement_group(group)
         except self._ray.exceptions.RayError as error:
             _log.warning("places are not given back", reason=str(error).splitlines()[0])
@@ -173,17 +177,68 @@ class RayPlaces:
         """A new actor in the worker's bundle. What goes wrong from here on is an event of the child."""
         assert plan.worker is not None, "only workers run on Ray"
         role, name = plan.worker.role, f"{plan.name}-{assignment.part.incarnation:x}"
-        bundle = int(plan.name.rpartition("-")[2])
-        return RayChild(self._ray, lambda: self._actor(role, name, bundle), plan, assignment)
+        index = int(plan.name.rpartition("-")[2])
 
-    def _actor(self, role: Role, name: str, bundle: int) -> Any:
+        def create(is_wanted: Callable[[], bool]) -> Any:
+            if index < self._sizes.get(role, 0):
+                return self._actor(self._groups[role], index, name)
+            return self._actor(self._group_of(plan.name, is_wanted), 0, name)
+
+        return RayChild(self._ray, create, plan, assignment)
+
+    def release(self, name: str) -> None:
+        """The bundle of a worker that was added is free again; that of one which was started with the cluster is kept for
+        when it is wanted again.
+        """
+        _in_thread(lambda: self._release(name))
+
+    def _release(self, name: str) -> None:
+        with self._placing:
+            group = self._added.pop(name, None)
+        if group is None:
+            return
+        try:
+            self._ray.util.remove_placement_group(group)
+        except self._ray.exceptions.RayError as error:
+            _log.warning(
+                "a place is not given back", worker=name, reason=str(error).splitlines()[0]
+            )
+
+    def _group_of(self, name: str, is_wanted: Callable[[], bool]) -> Any:
+        """The placement group of a worker that was added; blocks until it has a place.
+
+        Raises:
+            UnavailableError: There is no room.
+        """
+        with self._placing:
+            if not is_wanted():
+                raise UnavailableError("it is not wanted any more")
+            group = self._added.get(name)
+            if group is None:
+                group = self._added[name] = self._new_group(1)
+        if not group.wait(timeout_seconds=self._config.ray.placement_timeout_s):
+            self._release(name)
+            ray = self._config.ray
+            why = why_unplaced(bundle_of(ray), 1, ray.labels, self._nodes())
+            raise UnavailableError(f"Ray has no room for {name}: {why}")
+        return group
+
+    def _new_group(self, count: int) -> Any:
+        settings = self._config.ray
+        return self._ray.util.placement_group(
+            [bundle_of(settings)] * count,
+            strategy=settings.strategy,
+            bundle_label_selector=[settings.labels] * count if settings.labels else None,
+        )
+
+    def _actor(self, group: Any, bundle: int, name: str) -> Any:
         """Blocks while the head is away: that of a named actor is the registration that Ray answers,
         so that a refusal is heard.
         """
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         settings = self._config.ray
         scheduling = strategies.PlacementGroupSchedulingStrategy(
-            self._groups[role], placement_group_bundle_index=bundle
+            group, placement_group_bundle_index=bundle
         )
         return (
             self._ray.remote(WorkerActor)
@@ -200,23 +255,15 @@ class RayPlaces:
         )
 
     def _place(self) -> None:
-        cluster, settings = self._config.cluster, self._config.ray
-        counts = {
-            Role.PREFILL: cluster.prefill_workers,
-            Role.DECODE: cluster.decode_workers,
-            Role.HYBRID: cluster.hybrid_workers,
-        }
-        bundle = bundle_of(settings)
-        for role, count in counts.items():
+        settings = self._config.ray
+        self._sizes = started_here(self._config.cluster)
+        for role, count in self._sizes.items():
             if count:
-                self._groups[role] = self._ray.util.placement_group(
-                    [bundle] * count,
-                    strategy=settings.strategy,
-                    bundle_label_selector=[settings.labels] * count if settings.labels else None,
-                )
+                self._groups[role] = self._new_group(count)
         for role, group in self._groups.items():
             if not group.wait(timeout_seconds=settings.placement_timeout_s / len(self._groups)):
-                why = why_unplaced(bundle, counts[role], settings.labels, self._nodes())
+                count = self._sizes[role]
+                why = why_unplaced(bundle_of(settings), count, settings.labels, self._nodes())
                 raise UnavailableError(f"Ray has no room for the {role.value} workers: {why}")
 
     def _nodes(self) -> list[NodeFacts]:
@@ -231,7 +278,11 @@ class RayChild:
     """One start of a worker on Ray, as the launcher sees it."""
 
     def __init__(
-        self, ray: Any, create: Callable[[], Any], plan: ChildPlan, assignment: Assignment
+        self,
+        ray: Any,
+        create: Callable[[Callable[[], bool]], Any],
+        plan: ChildPlan,
+        assignment: Assignment,
     ) -> None:
         self._ray = ray
         self._create = create
@@ -253,7 +304,7 @@ class RayChild:
         """Of this start."""
         return self._assignment.part.incarnation
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncIterator[Event | ScaleAsked]:
         """What happens to the worker, up to its exit, which is always the last."""
         name, incarnation, returncode = self._plan.name, self.incarnation, _KILLED
         try:
@@ -272,6 +323,8 @@ class RayChild:
                 yield ChildFatal(name=name, incarnation=incarnation, error=lost)
             _log.warning("the actor is gone", process=name, reason=reason)
         except UnavailableError as error:
+            if not self._is_killed:
+                yield ChildFatal(name=name, incarnation=incarnation, error=error)
             _log.warning("the actor is given up", process=name, reason=error.message)
         self.kill()
         yield ChildExited(name=name, incarnation=incarnation, returncode=returncode)
@@ -297,7 +350,7 @@ class RayChild:
         asyncio.get_running_loop().call_later(_HEAD_WAIT_S, self._gone.set)
 
     def _have_actor(self) -> None:
-        self._actor = self._create()
+        self._actor = self._create(lambda: not self._is_killed)
         if self._is_killed:
             self._ray.kill(self._actor, no_restart=True)
 

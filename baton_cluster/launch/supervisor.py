@@ -11,6 +11,10 @@ it has been ready, its end is an accident, and it starts again: at once if it ha
 after a wait that doubles (`baton.backoff`) with each end that is not forgiven yet. So one that ends soon after every
 start waits, and one that serves between its ends does not. A child without which the others can serve is never waited
 for, and whenever it ends, that is an accident.
+
+Children may be added and retired while the cluster runs. An added one is never needed, so that one that cannot start
+ends nothing. A retired one stops, and is forgotten once its process is gone; one that is added again meanwhile is a new
+child from then on.
 """
 
 from collections.abc import Callable, Iterable
@@ -70,7 +74,31 @@ class StopRequested:
     """The operator wants the cluster to end; asked a second time, at once."""
 
 
-Event = ChildReady | ChildProgress | ChildFatal | ChildExited | Tick | StopRequested
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildAdded:
+    """One more child is wanted, or one that was retired and is not gone yet is wanted again."""
+
+    name: str
+    stop_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildRetired:
+    """The child is not wanted any more."""
+
+    name: str
+
+
+Event = (
+    ChildReady
+    | ChildProgress
+    | ChildFatal
+    | ChildExited
+    | ChildAdded
+    | ChildRetired
+    | Tick
+    | StopRequested
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +152,21 @@ class AnnounceRecovered:
     name: str
 
 
-Announcement = AnnounceReady | AnnounceRestart | AnnounceRecovered
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceJoined:
+    """A child that was added is ready for the first time."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceLeft:
+    """A child that was retired is gone, and not known any more."""
+
+    name: str
+
+
+Announcement = AnnounceReady | AnnounceRestart | AnnounceRecovered | AnnounceJoined | AnnounceLeft
 Action = StartProcess | Stop | Kill | GiveUp | Announcement
 
 SERVED_S = 1.0
@@ -197,6 +239,9 @@ class _Child:
     has_ended: bool = False
     ends: float = 0.0
     last_words: BatonError | None = None
+    was_added: bool = False
+    is_retired: bool = False
+    is_wanted_again: bool = False
     # What the moment means depends on the state: when to start, when it last moved, since when ready, when to kill.
     moment_s: float = 0.0
 
@@ -266,8 +311,12 @@ class Supervisor:
                 return self._tick(now_s)
             case StopRequested():
                 return self._kill_all() if self._stopping else self._begin_stop(now_s)
-        child = self._children[event.name]
-        if child.incarnation != event.incarnation or child.state not in RUNNING:
+            case ChildAdded():
+                return self._add(event, now_s)
+            case ChildRetired():
+                return self._retire(event.name, now_s)
+        child = self._children.get(event.name)
+        if child is None or child.incarnation != event.incarnation or child.state not in RUNNING:
             return []
         match event:
             case ChildReady():
@@ -291,8 +340,9 @@ class Supervisor:
                 raise self._broken(name, "is ready and never was")
             if self._stopping and child.state is ChildState.WAITING:
                 raise self._broken(name, "waits for a start while the cluster stops")
-            if not self._stopping and child.state in (ChildState.STOPPING, ChildState.GONE):
-                raise self._broken(name, f"is {child.state.value} while the cluster runs")
+            ends = child.state in (ChildState.STOPPING, ChildState.GONE)
+            if not self._stopping and ends != child.is_retired:
+                raise self._broken(name, f"is {child.state.value}, retired: {child.is_retired}")
 
     def _broken(self, name: str, what: str) -> InvariantError:
         return InvariantError(f"{name} {what}", story=self.story(name))
@@ -338,14 +388,50 @@ class Supervisor:
             child.moment_s = float("inf")  # Killed once; nothing more can be done but wait.
         return Kill(name=name)
 
+    def _add(self, event: ChildAdded, now_s: float) -> list[Action]:
+        if self._stopping:
+            return []
+        child = self._children.get(event.name)
+        if child is None:
+            member = Member(name=event.name, stop_rank=event.stop_rank, is_needed=False)
+            self._children[event.name] = _Child(member=member, moment_s=now_s, was_added=True)
+        else:
+            child.is_wanted_again = child.is_retired
+        return []
+
+    def _retire(self, name: str, now_s: float) -> list[Action]:
+        child = self._children.get(name)
+        if self._stopping or child is None:
+            return []
+        if child.is_retired:
+            child.is_wanted_again = False
+            return []
+        if child.state is ChildState.WAITING:
+            return self._forget(child, now_s)
+        child.is_retired = True
+        self._move(child, ChildState.STOPPING, self._kill_s(now_s))
+        return [Stop(name=name)]
+
+    def _forget(self, child: _Child, now_s: float) -> list[Action]:
+        del self._children[child.member.name]
+        if child.is_wanted_again:
+            again = ChildAdded(name=child.member.name, stop_rank=child.member.stop_rank)
+            return self._add(again, now_s)
+        return [AnnounceLeft(name=child.member.name)]
+
+    def _kill_s(self, now_s: float) -> float:
+        return now_s + self._policy.drain_timeout_s + KILL_GRACE_S
+
     def _ready(self, child: _Child, now_s: float) -> list[Action]:
         if child.state is not ChildState.STARTING:
             return []
         self._move(child, ChildState.READY, now_s)
-        child.was_ready = True
+        is_first, child.was_ready = not child.was_ready, True
         if not self._launched and self._can_serve():
             self._launched = True
             return [AnnounceReady()]
+        if child.was_added and is_first:
+            return [AnnounceJoined(name=child.member.name)]
         return [AnnounceRecovered(name=child.member.name)] if child.has_ended else []
 
     def _can_serve(self) -> bool:
@@ -356,6 +442,8 @@ class Supervisor:
         if self._stopping:
             self._move(child, ChildState.GONE, now_s)
             return self._stop_next(now_s)
+        if child.is_retired:
+            return self._forget(child, now_s)
         if not child.was_ready and child.member.is_needed:
             error = child.last_words or UnavailableError(
                 f"{child.member.name} {describe_exit(returncode)} while starting"
@@ -393,8 +481,7 @@ class Supervisor:
             if child.member.stop_rank == rank and child.state is not ChildState.STOPPING
         ]
         for child in next_ones:
-            kill_s = now_s + self._policy.drain_timeout_s + KILL_GRACE_S
-            self._move(child, ChildState.STOPPING, kill_s)
+            self._move(child, ChildState.STOPPING, self._kill_s(now_s))
         return [Stop(name=child.member.name) for child in next_ones]
 
     def _kill_all(self) -> list[Action]:

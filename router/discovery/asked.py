@@ -83,15 +83,22 @@ class AskedAddresses(Generic[_Asking]):
         change = self._roster.look(self._sightings, answering, self._clock.now_s())
         for address in change.opened:
             _log.info(f"{self._what} sighted", address=address, by=self._sightings[address].source)
-            self._asking[address] = self._ask(address)
-            if self._running:
-                self._begin(address)
+            self._open(address)
         for address in change.closed:
             _log.info(f"{self._what} not sighted any more", address=address)
             self.drop(address)
         if change.left_out != self._left_out:
             _log.warning(f"{self._what}s beyond the most that are asked", left_out=change.left_out)
             self._left_out = change.left_out
+
+    def relist(self, fixed: Collection[str]) -> None:
+        """These are always asked from now on, and no more those that were and are not among them."""
+        change = self._roster.relist(fixed)
+        for address in change.opened:
+            self._open(address)
+        for address in change.closed:
+            _log.info(f"{self._what} not listed any more", address=address)
+            self.drop(address)
 
     def drop(self, address: str) -> None:
         """Asks there no more until it is sighted anew."""
@@ -113,6 +120,11 @@ class AskedAddresses(Generic[_Asking]):
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _open(self, address: str) -> None:
+        self._asking[address] = self._ask(address)
+        if self._running:
+            self._begin(address)
 
     def _begin(self, address: str) -> None:
         task = asyncio.create_task(self._asking[address].run(), name=f"{self._what} at {address}")

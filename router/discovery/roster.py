@@ -57,6 +57,21 @@ class Roster:
         """Whether the last look named it."""
         return address in self._sighted or address in self._fixed
 
+    def relist(self, fixed: Collection[str]) -> RosterChange:
+        """From now on these are asked always, and those that were until now only if a later look names them."""
+        before = self.asked
+        self._fixed = frozenset(fixed)
+        self._wanted_s = {
+            address: wanted_s
+            for address, wanted_s in self._wanted_s.items()
+            if address not in self._fixed
+        }
+        return RosterChange(
+            opened=tuple(sorted(self._fixed - before)),
+            closed=tuple(sorted(before - self.asked)),
+            left_out=0,
+        )
+
     def look(
         self, sighted: Collection[str], answering: Collection[str], now_s: float
     ) -> RosterChange:

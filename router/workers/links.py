@@ -285,6 +285,10 @@ class WorkerLinks:
         """Workers may be there too: links come and go with what is sighted, but none is cut whose worker answers."""
         self._asked.follow(sightings)
 
+    def relist(self, addresses: Collection[str]) -> None:
+        """The listed workers have changed: links to those that are not listed any more are cut."""
+        self._asked.relist(addresses)
+
     async def close(self) -> None:
         """Hangs up everywhere; workers drop what this router has there."""
         await self._asked.close()

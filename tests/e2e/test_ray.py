@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from baton_cluster.cli.main import main
 from tests.e2e.served import eventually
 from tests.redis_servers import REDIS_SERVER, fake_redis, real_redis
 
@@ -113,6 +114,16 @@ def workers() -> dict[str, psutil.Process]:
     return found
 
 
+def names() -> set[str]:
+    """Of the workers on Ray."""
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if "baton_cluster.roles" in line and line[3] in ("prefill", "decode"):
+            found.add(line[5])
+    return found
+
+
 def ask(url: str) -> str:
     body = {"prompt": "import os", "max_tokens": 8, "temperature": 0}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
@@ -158,6 +169,44 @@ def test_workers_for_which_there_is_no_room_are_named(ray_address, tmp_path):
     ):
         told = "Ray has no room for the prefill workers: bundle 2 (CPU 1): 2 nodes have room for 2 of 3"
         eventually(lambda: told in log.read_text(), "the reason", 60)
+
+
+def test_workers_are_added_in_places_of_their_own_and_give_them_back(ray_address, tmp_path, capsys):
+    with (
+        fake_redis() as redis_url,
+        serving(
+            tmp_path,
+            "--ray-address",
+            ray_address,
+            cluster={**cluster_section(redis_url), "runtime_dir": str(tmp_path / "run")},
+            ray={"num_cpus": 0.5, "placement_timeout_s": 3},
+        ) as (url, log, _),
+    ):
+        eventually(lambda: "baton: ready" in log.read_text(), "ready", START_S)
+        text = ask(url)
+
+        def scale(*words: str) -> int:
+            return main(["scale", *words, "--runtime-dir", str(tmp_path / "run")])
+
+        def ready() -> set[str]:
+            capsys.readouterr()
+            assert main(["status", "--json", "--runtime-dir", str(tmp_path / "run")]) == 0
+            status = json.loads(capsys.readouterr().out)
+            return {one["worker_id"] for one in status["workers"] if one["state"] == "ready"}
+
+        assert scale("decode=3") == 0
+        four = {"prefill-0", "decode-0", "decode-1", "decode-2"}
+        eventually(lambda: ready() == four, "two more decode workers", START_S)
+        assert ask(url) == text
+        assert scale("decode=4") == 0
+        told = "Ray has no room for decode-3: 1 bundles (CPU 0.5): nodes have as much in all, but not free"
+        eventually(lambda: told in log.read_text(), "why there is no fifth worker", START_S)
+        assert ask(url) == text
+        assert scale("prefill=2", "decode=1") == 0
+        eventually(lambda: ready() == {"prefill-0", "prefill-1", "decode-0"}, "the rest", START_S)
+        assert ask(url) == text
+        assert names() == {"prefill-0", "prefill-1", "decode-0"}
+    eventually(lambda: not names(), "the end of all workers")
 
 
 HEAD_MAY_BE_AWAY = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.rpc.v1 import common_pb2 as baton_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/rpc/v1/control.proto\x12\x0c\x62\x61ton.rpc.v1\x1a\x19\x62\x61ton/rpc/v1/common.proto\"\x0f\n\rStatusRequest\"\xc4\x03\n\x0cWorkerStatus\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12 \n\x04role\x18\x02 \x01(\x0e\x32\x12.baton.rpc.v1.Role\x12&\n\x04load\x18\x03 \x01(\x0b\x32\x18.baton.rpc.v1.WorkerLoad\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x1b\n\x13transfers_in_flight\x18\x06 \x01(\r\x12\x1e\n\x16seconds_since_progress\x18\x07 \x01(\x01\x12\r\n\x05state\x18\x08 \x01(\t\x12\x18\n\x10router_in_flight\x18\t \x01(\r\x12\x12\n\ndrained_by\x18\n \x01(\t\x12\x0e\n\x06reason\x18\x0b \x01(\t\x12\x12\n\nsighted_by\x18\x0c \x01(\t\x12\x15\n\rregistered_as\x18\r \x01(\t\x12\x36\n\x06labels\x18\x0e \x03(\x0b\x32&.baton.rpc.v1.WorkerStatus.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x90\x01\n\x0bStatusReply\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.baton.rpc.v1.WorkerStatus\x12\x1a\n\x12requests_in_flight\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x18\n\x10\x64iscovery_faults\x18\x05 \x03(\t\"L\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\" \n\x0eUndrainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x0e\n\x0cUndrainReply\"+\n\nDrainReply\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\x12\x0c\n\x04left\x18\x02 \x01(\r\"p\n\x0eSetRoleRequest\x12 \n\x04role\x18\x01 \x01(\x0e\x32\x12.baton.rpc.v1.Role\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\n\n\x02\x62y\x18\x04 \x01(\t\x12\r\n\x05\x66orce\x18\x05 \x01(\x08\"O\n\x0cSetRoleReply\x12 \n\x04role\x18\x01 \x01(\x0e\x32\x12.baton.rpc.v1.Role\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x08\x12\x0c\n\x04left\x18\x03 \x01(\r\".\n\x12HoldPlannerRequest\x12\x0c\n\x04held\x18\x01 \x01(\x08\x12\n\n\x02\x62y\x18\x02 \x01(\t\"\x12\n\x10HoldPlannerReply\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x88\x01\n\x0ePredictedTimes\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x0f\n\x07\x66\x65tch_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x12\n\nunhidden_s\x18\x04 \x01(\x01\x12\x0e\n\x06room_s\x18\x05 \x01(\x01\x12\r\n\x05tbt_s\x18\x06 \x01(\x01\x12\x0e\n\x06harm_s\x18\x07 \x01(\x01\"\xa3\x01\n\rMeasuredTimes\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x12\n\nunhidden_s\x18\x03 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x04 \x01(\x01\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x15\n\routput_tokens\x18\x06 \x01(\r\x12\x15\n\rpooled_tokens\x18\x07 \x01(\r\"M\n\x0e\x43onsideredPair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0c\n\x04\x63ost\x18\x03 \x01(\x01\"\xc2\x03\n\x0c\x45xplainReply\x12\r\n\x05known\x18\x01 \x01(\x08\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x0e\n\x06tokens\x18\x06 \x01(\r\x12\x17\n\x0fheld_by_prefill\x18\x07 \x01(\r\x12\x16\n\x0eheld_by_decode\x18\x08 \x01(\r\x12\x15\n\routput_tokens\x18\t \x01(\r\x12\x11\n\tdecisions\x18\n \x01(\r\x12\x0b\n\x03why\x18\x0b \x01(\t\x12\x30\n\nconsidered\x18\x0c \x03(\x0b\x32\x1c.baton.rpc.v1.ConsideredPair\x12\x34\n\tpredicted\x18\r \x01(\x0b\x32\x1c.baton.rpc.v1.PredictedTimesH\x00\x88\x01\x01\x12\x32\n\x08measured\x18\x0e \x01(\x0b\x32\x1b.baton.rpc.v1.MeasuredTimesH\x01\x88\x01\x01\x12\x11\n\tpool_node\x18\x0f \x01(\t\x12\x14\n\x0cheld_by_pool\x18\x10 \x01(\rB\x0c\n\n_predictedB\x0b\n\t_measured\"\"\n\x0cStoryRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t2\xe9\x03\n\x07\x43ontrol\x12@\n\x06Status\x12\x1b.baton.rpc.v1.StatusRequest\x1a\x19.baton.rpc.v1.StatusReply\x12=\n\x05\x44rain\x12\x1a.baton.rpc.v1.DrainRequest\x1a\x18.baton.rpc.v1.DrainReply\x12\x43\n\x07Undrain\x12\x1c.baton.rpc.v1.UndrainRequest\x1a\x1a.baton.rpc.v1.UndrainReply\x12\x43\n\x07SetRole\x12\x1c.baton.rpc.v1.SetRoleRequest\x1a\x1a.baton.rpc.v1.SetRoleReply\x12O\n\x0bHoldPlanner\x12 .baton.rpc.v1.HoldPlannerRequest\x1a\x1e.baton.rpc.v1.HoldPlannerReply\x12\x43\n\x07\x45xplain\x12\x1c.baton.rpc.v1.ExplainRequest\x1a\x1a.baton.rpc.v1.ExplainReply\x12=\n\x05Story\x12\x1a.baton.rpc.v1.StoryRequest\x1a\x18.baton.rpc.v1.StoryReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/rpc/v1/control.proto\x12\x0c\x62\x61ton.rpc.v1\x1a\x19\x62\x61ton/rpc/v1/common.proto\"\x0f\n\rStatusRequest\"\xc4\x03\n\x0cWorkerStatus\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12 \n\x04role\x18\x02 \x01(\x0e\x32\x12.baton.rpc.v1.Role\x12&\n\x04load\x18\x03 \x01(\x0b\x32\x18.baton.rpc.v1.WorkerLoad\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x1b\n\x13transfers_in_flight\x18\x06 \x01(\r\x12\x1e\n\x16seconds_since_progress\x18\x07 \x01(\x01\x12\r\n\x05state\x18\x08 \x01(\t\x12\x18\n\x10router_in_flight\x18\t \x01(\r\x12\x12\n\ndrained_by\x18\n \x01(\t\x12\x0e\n\x06reason\x18\x0b \x01(\t\x12\x12\n\nsighted_by\x18\x0c \x01(\t\x12\x15\n\rregistered_as\x18\r \x01(\t\x12\x36\n\x06labels\x18\x0e \x03(\x0b\x32&.baton.rpc.v1.WorkerStatus.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x90\x01\n\x0bStatusReply\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.baton.rpc.v1.WorkerStatus\x12\x1a\n\x12requests_in_flight\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x18\n\x10\x64iscovery_faults\x18\x05 \x03(\t\"L\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\" \n\x0eUndrainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x0e\n\x0cUndrainReply\"+\n\nDrainReply\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\x12\x0c\n\x04left\x18\x02 \x01(\r\"p\n\x0eSetRoleRequest\x12 \n\x04role\x18\x01 \x01(\x0e\x32\x12.baton.rpc.v1.Role\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\n\n\x02\x62y\x18\x04 \x01(\t\x12\r\n\x05\x66orce\x18\x05 \x01(\x08\"O\n\x0cSetRoleReply\x12 \n\x04role\x18\x01 \x01(\x0e\x32\x12.baton.rpc.v1.Role\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x08\x12\x0c\n\x04left\x18\x03 \x01(\r\".\n\x12HoldPlannerRequest\x12\x0c\n\x04held\x18\x01 \x01(\x08\x12\n\n\x02\x62y\x18\x02 \x01(\t\"\x12\n\x10HoldPlannerReply\"~\n\x0cScaleRequest\x12\x34\n\x05pools\x18\x01 \x03(\x0b\x32%.baton.rpc.v1.ScaleRequest.PoolsEntry\x12\n\n\x02\x62y\x18\x02 \x01(\t\x1a,\n\nPoolsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xcd\x01\n\nScaleReply\x12\x34\n\x06\x62\x65\x66ore\x18\x01 \x03(\x0b\x32$.baton.rpc.v1.ScaleReply.BeforeEntry\x12.\n\x03now\x18\x02 \x03(\x0b\x32!.baton.rpc.v1.ScaleReply.NowEntry\x1a-\n\x0b\x42\x65\x66oreEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a*\n\x08NowEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x88\x01\n\x0ePredictedTimes\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x0f\n\x07\x66\x65tch_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x12\n\nunhidden_s\x18\x04 \x01(\x01\x12\x0e\n\x06room_s\x18\x05 \x01(\x01\x12\r\n\x05tbt_s\x18\x06 \x01(\x01\x12\x0e\n\x06harm_s\x18\x07 \x01(\x01\"\xa3\x01\n\rMeasuredTimes\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x12\n\nunhidden_s\x18\x03 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x04 \x01(\x01\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x15\n\routput_tokens\x18\x06 \x01(\r\x12\x15\n\rpooled_tokens\x18\x07 \x01(\r\"M\n\x0e\x43onsideredPair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0c\n\x04\x63ost\x18\x03 \x01(\x01\"\xc2\x03\n\x0c\x45xplainReply\x12\r\n\x05known\x18\x01 \x01(\x08\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x0e\n\x06tokens\x18\x06 \x01(\r\x12\x17\n\x0fheld_by_prefill\x18\x07 \x01(\r\x12\x16\n\x0eheld_by_decode\x18\x08 \x01(\r\x12\x15\n\routput_tokens\x18\t \x01(\r\x12\x11\n\tdecisions\x18\n \x01(\r\x12\x0b\n\x03why\x18\x0b \x01(\t\x12\x30\n\nconsidered\x18\x0c \x03(\x0b\x32\x1c.baton.rpc.v1.ConsideredPair\x12\x34\n\tpredicted\x18\r \x01(\x0b\x32\x1c.baton.rpc.v1.PredictedTimesH\x00\x88\x01\x01\x12\x32\n\x08measured\x18\x0e \x01(\x0b\x32\x1b.baton.rpc.v1.MeasuredTimesH\x01\x88\x01\x01\x12\x11\n\tpool_node\x18\x0f \x01(\t\x12\x14\n\x0cheld_by_pool\x18\x10 \x01(\rB\x0c\n\n_predictedB\x0b\n\t_measured\"\"\n\x0cStoryRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t2\xa8\x04\n\x07\x43ontrol\x12@\n\x06Status\x12\x1b.baton.rpc.v1.StatusRequest\x1a\x19.baton.rpc.v1.StatusReply\x12=\n\x05\x44rain\x12\x1a.baton.rpc.v1.DrainRequest\x1a\x18.baton.rpc.v1.DrainReply\x12\x43\n\x07Undrain\x12\x1c.baton.rpc.v1.UndrainRequest\x1a\x1a.baton.rpc.v1.UndrainReply\x12\x43\n\x07SetRole\x12\x1c.baton.rpc.v1.SetRoleRequest\x1a\x1a.baton.rpc.v1.SetRoleReply\x12O\n\x0bHoldPlanner\x12 .baton.rpc.v1.HoldPlannerRequest\x1a\x1e.baton.rpc.v1.HoldPlannerReply\x12=\n\x05Scale\x12\x1a.baton.rpc.v1.ScaleRequest\x1a\x18.baton.rpc.v1.ScaleReply\x12\x43\n\x07\x45xplain\x12\x1c.baton.rpc.v1.ExplainRequest\x1a\x1a.baton.rpc.v1.ExplainReply\x12=\n\x05Story\x12\x1a.baton.rpc.v1.StoryRequest\x1a\x18.baton.rpc.v1.StoryReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,6 +34,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERSTATUS_LABELSENTRY']._loaded_options = None
   _globals['_WORKERSTATUS_LABELSENTRY']._serialized_options = b'8\001'
+  _globals['_SCALEREQUEST_POOLSENTRY']._loaded_options = None
+  _globals['_SCALEREQUEST_POOLSENTRY']._serialized_options = b'8\001'
+  _globals['_SCALEREPLY_BEFOREENTRY']._loaded_options = None
+  _globals['_SCALEREPLY_BEFOREENTRY']._serialized_options = b'8\001'
+  _globals['_SCALEREPLY_NOWENTRY']._loaded_options = None
+  _globals['_SCALEREPLY_NOWENTRY']._serialized_options = b'8\001'
   _globals['_STATUSREQUEST']._serialized_start=71
   _globals['_STATUSREQUEST']._serialized_end=86
   _globals['_WORKERSTATUS']._serialized_start=89
@@ -58,18 +64,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HOLDPLANNERREQUEST']._serialized_end=1104
   _globals['_HOLDPLANNERREPLY']._serialized_start=1106
   _globals['_HOLDPLANNERREPLY']._serialized_end=1124
-  _globals['_EXPLAINREQUEST']._serialized_start=1126
-  _globals['_EXPLAINREQUEST']._serialized_end=1162
-  _globals['_PREDICTEDTIMES']._serialized_start=1165
-  _globals['_PREDICTEDTIMES']._serialized_end=1301
-  _globals['_MEASUREDTIMES']._serialized_start=1304
-  _globals['_MEASUREDTIMES']._serialized_end=1467
-  _globals['_CONSIDEREDPAIR']._serialized_start=1469
-  _globals['_CONSIDEREDPAIR']._serialized_end=1546
-  _globals['_EXPLAINREPLY']._serialized_start=1549
-  _globals['_EXPLAINREPLY']._serialized_end=1999
-  _globals['_STORYREQUEST']._serialized_start=2001
-  _globals['_STORYREQUEST']._serialized_end=2035
-  _globals['_CONTROL']._serialized_start=2038
-  _globals['_CONTROL']._serialized_end=2527
+  _globals['_SCALEREQUEST']._serialized_start=1126
+  _globals['_SCALEREQUEST']._serialized_end=1252
+  _globals['_SCALEREQUEST_POOLSENTRY']._serialized_start=1208
+  _globals['_SCALEREQUEST_POOLSENTRY']._serialized_end=1252
+  _globals['_SCALEREPLY']._serialized_start=1255
+  _globals['_SCALEREPLY']._serialized_end=1460
+  _globals['_SCALEREPLY_BEFOREENTRY']._serialized_start=1371
+  _globals['_SCALEREPLY_BEFOREENTRY']._serialized_end=1416
+  _globals['_SCALEREPLY_NOWENTRY']._serialized_start=1418
+  _globals['_SCALEREPLY_NOWENTRY']._serialized_end=1460
+  _globals['_EXPLAINREQUEST']._serialized_start=1462
+  _globals['_EXPLAINREQUEST']._serialized_end=1498
+  _globals['_PREDICTEDTIMES']._serialized_start=1501
+  _globals['_PREDICTEDTIMES']._serialized_end=1637
+  _globals['_MEASUREDTIMES']._serialized_start=1640
+  _globals['_MEASUREDTIMES']._serialized_end=1803
+  _globals['_CONSIDEREDPAIR']._serialized_start=1805
+  _globals['_CONSIDEREDPAIR']._serialized_end=1882
+  _globals['_EXPLAINREPLY']._serialized_start=1885
+  _globals['_EXPLAINREPLY']._serialized_end=2335
+  _globals['_STORYREQUEST']._serialized_start=2337
+  _globals['_STORYREQUEST']._serialized_end=2371
+  _globals['_CONTROL']._serialized_start=2374
+  _globals['_CONTROL']._serialized_end=2926
 # @@protoc_insertion_point(module_scope)

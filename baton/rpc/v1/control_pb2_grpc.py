@@ -60,6 +60,11 @@ class ControlStub:
                 request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.HoldPlannerRequest.SerializeToString,
                 response_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.HoldPlannerReply.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/baton.rpc.v1.Control/Scale',
+                request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.ScaleReply.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/baton.rpc.v1.Control/Explain',
                 request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.ExplainRequest.SerializeToString,
@@ -110,6 +115,14 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Start workers, and drain and end some, until there are so many in the pools that are named. Answers once that has
+        begun. Routers only, and only where a launcher started them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Explain(self, request, context):
         """Why one of the last requests was sent where it was. Routers only.
         """
@@ -152,6 +165,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.HoldPlanner,
                     request_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.HoldPlannerRequest.FromString,
                     response_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.HoldPlannerReply.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.ScaleRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.ScaleReply.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -299,6 +317,33 @@ class Control:
             '/baton.rpc.v1.Control/HoldPlanner',
             baton_dot_rpc_dot_v1_dot_control__pb2.HoldPlannerRequest.SerializeToString,
             baton_dot_rpc_dot_v1_dot_control__pb2.HoldPlannerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.rpc.v1.Control/Scale',
+            baton_dot_rpc_dot_v1_dot_control__pb2.ScaleRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_control__pb2.ScaleReply.FromString,
             options,
             channel_credentials,
             insecure,

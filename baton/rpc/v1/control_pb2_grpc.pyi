@@ -43,6 +43,10 @@ class ControlStub:
     """
     HoldPlanner: _grpc.UnaryUnaryMultiCallable[_control_pb2.HoldPlannerRequest, _control_pb2.HoldPlannerReply]
     """Have the planner change no roles, or go on. Routers only, and only the one that plans."""
+    Scale: _grpc.UnaryUnaryMultiCallable[_control_pb2.ScaleRequest, _control_pb2.ScaleReply]
+    """Start workers, and drain and end some, until there are so many in the pools that are named. Answers once that has
+    begun. Routers only, and only where a launcher started them.
+    """
     Explain: _grpc.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainReply]
     """Why one of the last requests was sent where it was. Routers only."""
     Story: _grpc.UnaryUnaryMultiCallable[_control_pb2.StoryRequest, _common_pb2.StoryReply]
@@ -64,6 +68,10 @@ class ControlAsyncStub(ControlStub):
     """
     HoldPlanner: _aio.UnaryUnaryMultiCallable[_control_pb2.HoldPlannerRequest, _control_pb2.HoldPlannerReply]  # type: ignore[assignment]
     """Have the planner change no roles, or go on. Routers only, and only the one that plans."""
+    Scale: _aio.UnaryUnaryMultiCallable[_control_pb2.ScaleRequest, _control_pb2.ScaleReply]  # type: ignore[assignment]
+    """Start workers, and drain and end some, until there are so many in the pools that are named. Answers once that has
+    begun. Routers only, and only where a launcher started them.
+    """
     Explain: _aio.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainReply]  # type: ignore[assignment]
     """Why one of the last requests was sent where it was. Routers only."""
     Story: _aio.UnaryUnaryMultiCallable[_control_pb2.StoryRequest, _common_pb2.StoryReply]  # type: ignore[assignment]
@@ -112,6 +120,16 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.HoldPlannerReply, _abc.Awaitable[_control_pb2.HoldPlannerReply]]:
         """Have the planner change no roles, or go on. Routers only, and only the one that plans."""
+
+    @_abc_1.abstractmethod
+    def Scale(
+        self,
+        request: _control_pb2.ScaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ScaleReply, _abc.Awaitable[_control_pb2.ScaleReply]]:
+        """Start workers, and drain and end some, until there are so many in the pools that are named. Answers once that has
+        begun. Routers only, and only where a launcher started them.
+        """
 
     @_abc_1.abstractmethod
     def Explain(

@@ -54,6 +54,14 @@ class FakeControl(control_pb2_grpc.ControlServicer):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another router plans")
         return control_pb2.HoldPlannerReply()
 
+    def Scale(self, request, context):  # noqa: N802
+        """As a router whose launcher has one prefill and two decode workers, and may have eight."""
+        before = {"prefill": 1, "decode": 2, "hybrid": 0}
+        now = before | dict(request.pools)
+        if sum(now.values()) > 8:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "cluster.max_workers is 8")
+        return control_pb2.ScaleReply(before=before, now=now)
+
     def Explain(self, request, context):  # noqa: N802
         return self._explained.get(request.request_id, control_pb2.ExplainReply())
 

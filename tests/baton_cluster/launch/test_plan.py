@@ -80,7 +80,13 @@ def test_only_the_router_learns_of_the_workers_and_gets_the_http_socket():
     children = plan_children(config, RuntimeDir(Path("/run/b"), -1))
     parts = {
         child.name: assignment_of(
-            child, children, config=config, incarnation=Incarnation(7), http_fd=5, lock_fd=6
+            child,
+            children,
+            config=config,
+            incarnation=Incarnation(7),
+            http_fd=5,
+            lock_fd=6,
+            pools={},
         )
         for child in children
     }
@@ -123,7 +129,13 @@ def test_everybody_learns_where_the_pools_node_is_and_only_the_node_where_its_sl
     children = plan_children(config, RuntimeDir(Path("/run/b"), -1))
     parts = [
         assignment_of(
-            child, children, config=config, incarnation=Incarnation(7), http_fd=5, lock_fd=6
+            child,
+            children,
+            config=config,
+            incarnation=Incarnation(7),
+            http_fd=5,
+            lock_fd=6,
+            pools={},
         ).part
         for child in children
     ]
@@ -187,7 +199,13 @@ def test_several_nodes_of_the_pool_stand_for_several_hosts_each_with_its_workers
     children = plan_children(config, RuntimeDir(Path("/run/b"), -1))
     told = {
         child.name: assignment_of(
-            child, children, config=config, incarnation=Incarnation(7), http_fd=5, lock_fd=6
+            child,
+            children,
+            config=config,
+            incarnation=Incarnation(7),
+            http_fd=5,
+            lock_fd=6,
+            pools={},
         )
         for child in children
     }

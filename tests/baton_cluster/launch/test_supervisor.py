@@ -11,13 +11,17 @@ from baton_cluster.launch.supervisor import (
     FORGIVEN_S,
     KILL_GRACE_S,
     SERVED_S,
+    AnnounceJoined,
+    AnnounceLeft,
     AnnounceReady,
     AnnounceRecovered,
     AnnounceRestart,
+    ChildAdded,
     ChildExited,
     ChildFatal,
     ChildProgress,
     ChildReady,
+    ChildRetired,
     ChildState,
     GiveUp,
     Kill,
@@ -302,6 +306,64 @@ def test_the_story_of_a_child_has_its_events_and_what_was_done_about_them():
     assert not any("name=" in line for line in story), "nothing of another child"
 
 
+def add(cluster, name="decode-1"):
+    assert cluster.handle(ChildAdded(name=name, stop_rank=1)) == []
+    return [action.name for action in cluster.tick()]
+
+
+def test_an_added_child_starts_at_once_and_is_announced_when_it_serves():
+    cluster = launched()
+    assert add(cluster) == ["decode-1"]
+    assert cluster.ready("decode-1") == [AnnounceJoined(name="decode-1")]
+
+
+def test_an_added_child_that_cannot_start_is_tried_again_and_ends_nothing():
+    cluster = launched()
+    add(cluster)
+    cluster.fatal("decode-1", ModelLoadError("no room"))
+    [announcement] = cluster.exit("decode-1", 1)
+    assert announcement == AnnounceRestart(
+        name="decode-1", after_s=1.0, reason="ended with status 1: no room", was_ready=False
+    )
+
+
+def test_a_retired_child_is_asked_to_end_killed_after_the_drain_timeout_and_forgotten():
+    cluster = launched()
+    assert cluster.handle(ChildRetired(name="decode-0")) == [Stop(name="decode-0")]
+    assert cluster.handle(ChildRetired(name="decode-0")) == []
+    assert cluster.tick(after_s=10 + KILL_GRACE_S) == [Kill(name="decode-0")]
+    assert cluster.exit("decode-0") == [AnnounceLeft(name="decode-0")]
+    assert cluster.tick(after_s=1000) == []
+
+
+def test_a_retired_child_that_waits_for_its_restart_is_forgotten_at_once():
+    cluster = launched()
+    cluster.exit("decode-0")
+    assert cluster.handle(ChildRetired(name="decode-0")) == [AnnounceLeft(name="decode-0")]
+    assert cluster.tick(after_s=1000) == []
+
+
+def test_a_child_that_is_wanted_again_while_it_ends_starts_once_it_is_gone():
+    cluster = launched()
+    cluster.handle(ChildRetired(name="decode-0"))
+    assert add(cluster, "decode-0") == []
+    assert cluster.exit("decode-0", 0) == []
+    assert [action.name for action in cluster.tick()] == ["decode-0"]
+
+
+def test_a_cluster_that_stops_waits_for_a_retired_child_and_starts_none_that_was_added():
+    cluster = launched()
+    cluster.handle(ChildRetired(name="decode-0"))
+    cluster.handle(ChildAdded(name="decode-1", stop_rank=1))
+    assert cluster.handle(StopRequested()) == [Stop(name="router")]
+    assert cluster.tick() == []
+    assert cluster.exit("router", 0) == [Stop(name="prefill-0")]
+    cluster.exit("prefill-0", 0)
+    assert not cluster.supervisor.finished
+    cluster.exit("decode-0", 0)
+    assert cluster.supervisor.finished
+
+
 class AnyHistory(RuleBasedStateMachine):
     """Children that do what they like, at any time, and an operator who may stop the cluster."""
 
@@ -311,6 +373,7 @@ class AnyHistory(RuleBasedStateMachine):
         members = [Member(name=n, stop_rank=int(n != "router")) for n in names]
         self.cluster = Cluster([POOL, *members] if with_pool else members)
         self.stopped = False
+        self.retired: set[str] = set()
 
     def _take(self, actions):
         if self.stopped:
@@ -318,7 +381,11 @@ class AnyHistory(RuleBasedStateMachine):
         if any(isinstance(a, GiveUp) for a in actions):
             self.stopped = True
         for action in actions:
-            if isinstance(action, Stop) and action.name != "router":
+            if (
+                isinstance(action, Stop)
+                and action.name != "router"
+                and action.name not in self.retired
+            ):
                 assert "router" not in self.cluster.running, "a worker was stopped first"
             if isinstance(action, Stop) and action.name == POOL.name:
                 assert set(self.cluster.running) == {POOL.name}, "the pool was stopped first"
@@ -349,6 +416,16 @@ class AnyHistory(RuleBasedStateMachine):
         if speaks:
             self._take(self.cluster.fatal(name, ModelLoadError(f"{name}: x")))
         self._take(self.cluster.exit(name, returncode))
+
+    @rule(name=st.sampled_from(["prefill-0", "decode-0", "decode-1", "decode-2"]))
+    def the_operator_adds_a_worker(self, name):
+        self._take(self.cluster.handle(ChildAdded(name=name, stop_rank=1)))
+
+    @rule(name=st.sampled_from(["prefill-0", "decode-0", "decode-1", "decode-2"]))
+    def the_operator_retires_a_worker(self, name):
+        self.retired.add(name)
+        self._take(self.cluster.handle(ChildRetired(name=name)))
+        self.retired.clear()
 
     @rule()
     def the_operator_stops_it(self):

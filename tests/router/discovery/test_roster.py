@@ -66,3 +66,12 @@ def test_after_any_looks_the_right_addresses_are_asked(looks, most):
         assert len(asked) <= most + 1
         assert change.left_out == len(sighted - asked)
         assert not change.left_out or len(asked) == most + 1
+
+
+def test_listed_addresses_that_change_are_opened_and_closed_at_once():
+    roster = Roster(["a", "b"])
+    roster.look({"c"}, (), 0.0)
+    change = roster.relist(["b", "c", "d"])
+    assert (change.opened, change.closed) == (("d",), ("a",))
+    assert roster.asked == {"b", "c", "d"}
+    assert roster.look({"a"}, (), 1.0).opened == ("a",)

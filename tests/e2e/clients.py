@@ -1,0 +1,34 @@
+"""Clients of a served cluster that ask again and again."""
+
+import threading
+
+from tests.e2e.served import Served, eventually
+
+_BODY = {"model": "baton-demo", "prompt": list(range(5, 205)), "temperature": 0, "max_tokens": 24}
+
+
+class Clients:
+    """Threads that ask again and again until they are stopped; every answer is kept."""
+
+    def __init__(self, cluster: Served, number: int) -> None:
+        self.answers: list[tuple[int, str]] = []
+        self._cluster = cluster
+        self._enough = threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(number)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self) -> None:
+        with self._cluster.client() as http:
+            while not self._enough.is_set():
+                reply = http.post("/v1/completions", json=_BODY)
+                self.answers.append((reply.status_code, reply.text))
+
+    def more(self, answers: int) -> None:
+        until = len(self.answers) + answers
+        eventually(lambda: len(self.answers) >= until, "more answers", 60.0)
+
+    def stop(self) -> None:
+        self._enough.set()
+        for thread in self._threads:
+            thread.join(60)

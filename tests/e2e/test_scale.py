@@ -1,0 +1,94 @@
+"""The number of workers of a served cluster changes by command, under requests."""
+
+import json
+from contextlib import suppress
+
+import psutil
+
+from baton_cluster.cli.main import main
+from tests.e2e.clients import Clients
+from tests.e2e.served import Served, assert_gone, eventually, serve
+
+
+def _names(cluster: Served) -> set[str]:
+    """Of the workers that take requests; fails where a router knows of another."""
+    return {
+        worker["worker_id"] if worker["state"] == "ready" else worker["address"]
+        for worker in cluster.workers()
+    }
+
+
+def _processes(cluster: Served) -> dict[str, psutil.Process]:
+    """The worker processes by name."""
+    found = {}
+    for process in cluster.children():
+        with suppress(psutil.Error):  # it has ended
+            words = process.cmdline()
+            if "--name" in words:
+                found[words[words.index("--name") + 1]] = process
+    return found
+
+
+def test_workers_come_and_go_by_command_and_no_request_fails() -> None:
+    with serve(None) as cluster:
+        clients = Clients(cluster, 3)
+        try:
+            clients.more(3)
+            assert cluster.told("scale", "prefill=2", "decode=3") == {
+                "before": {"prefill": 1, "decode": 1, "hybrid": 0},
+                "now": {"prefill": 2, "decode": 3, "hybrid": 0},
+            }
+            five = {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"}
+            eventually(lambda: _names(cluster) == five, "five workers take requests", 60.0)
+            clients.more(12)
+            surplus = [_processes(cluster)[n] for n in ("prefill-1", "decode-1", "decode-2")]
+            cluster.told("scale", "prefill=1", "decode=1")
+            eventually(lambda: _names(cluster) == {"prefill-0", "decode-0"}, "two are left", 60.0)
+            assert_gone(surplus)
+            clients.more(6)
+        finally:
+            clients.stop()
+        assert {status for status, _ in clients.answers} == {200}, clients.answers[-1]
+        assert len({json.loads(text)["choices"][0]["text"] for _, text in clients.answers}) == 1
+        assert sorted(cluster.runtime_dir.glob("*-[12]*")) == []
+
+
+def test_a_router_that_died_knows_the_workers_that_were_added_and_an_added_worker_that_died_is_back() -> (
+    None
+):
+    with serve(None) as cluster:
+        cluster.told("scale", "decode=2")
+        three = {"prefill-0", "decode-0", "decode-1"}
+        eventually(lambda: _names(cluster) == three, "three workers take requests", 60.0)
+        first = _processes(cluster)
+        first["router"].kill()
+        first["decode-1"].kill()
+
+        def all_are_back() -> bool:
+            now = _processes(cluster)
+            started = all(
+                name in now and now[name].pid != first[name].pid for name in ("router", "decode-1")
+            )
+            return started and bool(cluster.told("status")) and _names(cluster) == three
+
+        eventually(all_are_back, "both are back", 60.0)
+
+
+def test_what_cannot_be_is_refused_in_one_line_that_names_the_pool_and_the_limit(
+    capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv("BATON_CLUSTER_MAX_WORKERS", "3")
+    with serve(None) as cluster:
+
+        def refused(*words: str) -> str:
+            capsys.readouterr()
+            assert main(["scale", *words, "--runtime-dir", str(cluster.runtime_dir)]) == 1
+            (line,) = capsys.readouterr().err.splitlines()
+            return line
+
+        assert "prefill=1 decode=3 are 4 workers: cluster.max_workers is 3" in refused("decode=3")
+        assert "decode=0: no worker would be left that decodes" in refused("decode=0")
+        assert "prefill=0: no worker would be left that prefills" in refused(
+            "prefill=0", "decode=0"
+        )
+        assert len(_processes(cluster)) == 3
