@@ -177,6 +177,7 @@ async def run(
                 credentials=credentials,
                 clock=parts.clock,
                 registry=registry,
+                counts=counts,
             ) as roles,
             _operated(
                 config,

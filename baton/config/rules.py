@@ -235,6 +235,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *_at_least(0, "cluster.prefill_workers", "cluster.decode_workers", "cluster.hybrid_workers"),
     *_at_least(1, "cluster.max_workers"),
+    *_at_least(2, "roles.min_workers", "roles.max_workers"),
     Rule(
         path="cluster.metrics_port",
         holds=lambda v: 1 <= v <= 65535,
@@ -276,6 +277,9 @@ RULES: tuple[Rule, ...] = (
         "roles.cooldown_s",
         "roles.drain_timeout_s",
         "roles.pinned_s",
+        "roles.low_pressure",
+        "roles.scale_sustained_s",
+        "roles.scale_cooldown_s",
         "router.request_timeout_s",
         "router.silence_timeout_s",
         "router.worker_wait_s",
@@ -350,6 +354,13 @@ def contradiction(config: BatonConfig) -> str | None:
     if cluster.restart_backoff_max_s < cluster.restart_backoff_s:
         return "cluster.restart_backoff_max_s must not be below cluster.restart_backoff_s"
     started_here = cluster.prefill_workers + cluster.decode_workers + cluster.hybrid_workers
+    roles = config.roles
+    if roles.scale and roles.low_pressure >= roles.high_pressure:
+        return "roles.low_pressure must be below roles.high_pressure"
+    if roles.min_workers > roles.max_workers:
+        return "roles.min_workers must not be above roles.max_workers"
+    if roles.scale and roles.planner == "off":
+        return "roles.scale needs roles.planner to be on or dry_run"
     if started_here > cluster.max_workers:
         return f"cluster.max_workers is {cluster.max_workers}: {started_here} workers are to be started"
     ports = started_here + (pool.nodes if pool.enabled else 0)

@@ -263,7 +263,15 @@ class RolesConfig:
         sustained_s: A change must have been worth it for so long.
         cooldown_s: After a change there is no other for so long.
         drain_timeout_s: How long a worker may take to finish what its new role does not take; else it stays what it is.
-        pinned_s: A worker whose role an operator has changed (`baton role`) is left alone for so long.
+        pinned_s: A worker whose role an operator has changed (`baton role`) is left alone for so long, and so are numbers
+            of workers (`baton scale`).
+        scale: Whether the planner also changes the number of workers, where `baton serve` started them: one more where a
+            change of a role would not help, one less where the others have little to do.
+        min_workers: It leaves so many at least, of all kinds.
+        max_workers: It has so many at most; `cluster.max_workers` holds too.
+        low_pressure: It ends a worker if less than this is predicted for those that stay; below `high_pressure`.
+        scale_sustained_s: A change of the number must have been called for for so long.
+        scale_cooldown_s: After a change of the number there is no other for so long.
     """
 
     planner: str = "off"
@@ -275,6 +283,12 @@ class RolesConfig:
     cooldown_s: float = 60.0
     drain_timeout_s: float = 300.0
     pinned_s: float = 900.0
+    scale: bool = False
+    min_workers: int = 2
+    max_workers: int = 8
+    low_pressure: float = 0.5
+    scale_sustained_s: float = 60.0
+    scale_cooldown_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`baton planner hold|resume`: has the planner of a running cluster's router change no roles,
+"""`baton planner hold|resume`: has the planner of a running cluster's router change no roles and no numbers of workers,
 until it is told to go on.
 
 With several routers the one that plans is to be asked; another one says so.

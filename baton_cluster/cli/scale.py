@@ -38,7 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
     request = pb.ScaleRequest(pools=read_counts(arguments.counts), by=user_words(arguments.reason))
     router = router_control.router_address(arguments)
     reply = asyncio.run(ask(router, lambda stub: stub.Scale(request, timeout=ANSWER_WAIT_S)))
-    before, now = dict(reply.before), dict(reply.now)
+    before, now = (
+        {pool: each.get(pool, 0) for pool in _POOLS} for each in (reply.before, reply.now)
+    )
     if arguments.json:
         sys.stdout.write(json.dumps({"before": before, "now": now}) + "\n")
     else:

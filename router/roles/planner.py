@@ -138,7 +138,20 @@ class RolePlanner:
         self._drain_s = policy.sustained_s
         self._roles: dict[WorkerIdentity, Role] = {}
         self._pinned_until_s: dict[WorkerIdentity, float] = {}
+        self._last: Look | None = None
         self.pressures = Pressures()
+
+    @property
+    def flip_is_near(self) -> bool:
+        """Whether a worker is changing its role, or is about to."""
+        return self._flipping is not None or self._wanted is not None
+
+    def predicted(self, role: Role, workers: int) -> float:
+        """The pressure that the pool of `role` would have with so many workers, by the last look."""
+        assert self._last is not None, "it has looked"
+        if role is Role.PREFILL:
+            return self._prefill_pressure(workers)
+        return self._decode_pressure(self._last, _pool(self._last, Role.DECODE), workers)
 
     def story(self) -> tuple[StoryEntry, ...]:
         """The last verdicts and flips."""
@@ -147,10 +160,8 @@ class RolePlanner:
     def look(self, look: Look, now_s: float) -> Flip | None:
         """Takes what the cluster has to do at `now_s`; the flip that is due, if one is."""
         self._note_roles(look, now_s)
-        pools = {
-            role: [worker for worker in look.workers if worker.role is role and worker.usable]
-            for role in (Role.PREFILL, Role.DECODE)
-        }
+        self._last = look
+        pools = {role: _pool(look, role) for role in (Role.PREFILL, Role.DECODE)}
         self._average(look, now_s)
         flip, verdict = self._decide(look, pools, now_s)
         counts = (len(pools[Role.PREFILL]), len(pools[Role.DECODE]))
@@ -301,6 +312,10 @@ class RolePlanner:
             f" {decode} decode workers, {after:.2f} is predicted for {prefill + step} and {decode - step}"
         )
         return Flip(worker=worker.identity, role=role, why=why), why
+
+
+def _pool(look: Look, role: Role) -> list[WorkerLook]:
+    return [worker for worker in look.workers if worker.role is role and worker.usable]
 
 
 def _step_s(pool: Sequence[WorkerLook], sequences: float, context: float) -> float:

@@ -1,5 +1,5 @@
-"""Has the planner look once per second, carries its flips out, and tells what it finds:
-the asyncio shell around `planner.py`.
+"""Has the planners of roles and of worker counts look once per second, carries out what they decide, and tells it:
+the asyncio shell around `planner.py` and `sizing.py`.
 """
 
 import asyncio
@@ -29,6 +29,8 @@ from baton.telemetry.logs import get_logger
 from router.roles.election import Alone, Election, RedisElection
 from router.roles.look import look_at
 from router.roles.planner import PLANNER, Flip, PlannerPolicy, RolePlanner
+from router.roles.ports import WorkerCounts
+from router.roles.sizing import Resize, SizingLook, SizingPolicy, WorkerCountPlanner
 from router.routing.view import ClusterView
 
 _LOOK_S = 1.0
@@ -55,6 +57,7 @@ class RolePlanning:
         change_role: Carries a flip out.
         clock: Monotonic.
         registry: Takes the planner's metrics.
+        counts: Of the workers that a launcher runs, where there is one.
     """
 
     def __init__(
@@ -67,8 +70,12 @@ class RolePlanning:
         change_role: ChangeRole,
         clock: Clock,
         registry: CollectorRegistry,
+        counts: WorkerCounts | None = None,
     ) -> None:
         self._config = config
+        self._counts = counts
+        self._sizing = WorkerCountPlanner(_sizing_of(config)) if config.scale and counts else None
+        self._resizing: asyncio.Task[None] | None = None
         self._view = view
         self._waiting = waiting
         self._election = election
@@ -85,6 +92,12 @@ class RolePlanning:
             ["role", "outcome"],
             registry=registry,
         )
+        self._resizes = Counter(
+            "baton_planner_resizes",
+            "Changes of the number of workers that the planner decided on.",
+            ["pool", "direction", "outcome"],
+            registry=registry,
+        )
         registry.register(_PressureMetrics(self._planner))
 
     def story(self) -> tuple[StoryEntry, ...]:
@@ -94,15 +107,19 @@ class RolePlanning:
             f"now: pressure {found.prefill:.2f} on {found.prefill_workers} prefill workers,"
             f" {found.decode:.2f} on {found.decode_workers} decode workers; {found.verdict}"
         )
+        sized: tuple[StoryEntry, ...] = ()
+        if self._sizing is not None:
+            sized, now = self._sizing.story(), f"{now}; {self._sizing.verdict}"
         last = StoryEntry(core=PLANNER, at_s=self._clock.now_s(), event=now, actions=())
-        return (*self._planner.story(), last)
+        before = sorted((*self._planner.story(), *sized), key=lambda entry: entry.at_s)
+        return (*before, last)
 
     def pin(self, worker: WorkerIdentity) -> None:
         """An operator decides on its role: it is left alone for a while."""
         self._planner.pin(worker, self._clock.now_s())
 
     def hold(self, held: bool, *, by: str) -> str:
-        """Changes no roles from now on, or goes on; why it cannot be told so, or nothing.
+        """Changes no roles and no numbers of workers from now on, or goes on; why it cannot be told so, or nothing.
         A change that was begun is ended as it was meant.
         """
         if self._standing_by:
@@ -117,26 +134,62 @@ class RolePlanning:
                 await self.look()
                 await asyncio.sleep(_LOOK_S)
         finally:
-            if self._flipping is not None:
-                self._flipping.cancel()
-                await asyncio.gather(self._flipping, return_exceptions=True)
+            begun = [task for task in (self._flipping, self._resizing) if task is not None]
+            for task in begun:
+                task.cancel()
+            await asyncio.gather(*begun, return_exceptions=True)
             await self._election.leave()
 
     async def look(self) -> None:
-        """One look, and the flip that is due by it."""
+        """One look, and the change that is due by it."""
         self._standing_by = await self._election.standing_by()
         why_not = self._standing_by or self._held  # a planner that is held keeps its lease
         now_s = self._clock.now_s()
         if why_not:
             self._planner.stand_by(why_not, now_s)
+            if self._sizing is not None:
+                self._sizing.stand_by()
         else:
             flip = self._planner.look(look_at(self._view, now_s, waiting=self._waiting()), now_s)
             if flip is not None:
                 self._flipping = asyncio.create_task(self._carry_out(flip), name="flip")
+            self._look_at_counts(now_s)
         verdict = self._planner.pressures.verdict
+        if self._sizing is not None:
+            verdict = f"{verdict}; {self._sizing.verdict}"
         if verdict != self._told:
             _log.info("planner", verdict=verdict)
             self._told = verdict
+
+    def _look_at_counts(self, now_s: float) -> None:
+        if self._sizing is None or self._counts is None:
+            return
+        usable = self._view.usable(now_s)
+        look = SizingLook(
+            pools=self._counts.pools(),
+            connected=len(self._view.workers),
+            roles={str(one.identity.worker_id): one.hello.role for one in usable},
+            pressure=self._planner.predicted,
+            flip_is_near=self._planner.flip_is_near,
+        )
+        resize = self._sizing.look(look, now_s)
+        if resize is not None:
+            self._resizing = asyncio.create_task(self._resize(resize, self._counts), name="resize")
+
+    async def _resize(self, resize: Resize, counts: WorkerCounts) -> None:
+        assert self._sizing is not None, "it decided so"
+        grows = resize.workers > counts.pools()[resize.pool]
+        outcome, said = "changed", f"{resize.workers} are wanted now"
+        if self._config.planner == "dry_run":
+            outcome, said = "dry_run", "still what they were: this is a dry run"
+        else:
+            try:
+                await counts.scale({resize.pool: resize.workers}, by=PLANNER)
+            except BatonError as error:
+                outcome, said = "failed", f"still what they were: {error.message}"
+        self._resizes.labels(resize.pool, "up" if grows else "down", outcome).inc()
+        self._sizing.resized(self._clock.now_s(), outcome=said, changed=outcome == "changed")
+        _log.info("planner", pool=resize.pool, workers=resize.workers, why=resize.why, outcome=said)
 
     async def _carry_out(self, flip: Flip) -> None:
         worker = self._view.find(flip.worker.worker_id)
@@ -187,6 +240,7 @@ async def planning(
     credentials: ClusterCredentials | None,
     clock: Clock,
     registry: CollectorRegistry,
+    counts: WorkerCounts | None = None,
 ) -> AsyncIterator[RolePlanning | None]:
     """Plans in the background while inside; None where the configuration wants no planner.
 
@@ -212,6 +266,7 @@ async def planning(
         change_role=WorkerControl(credentials),
         clock=clock,
         registry=registry,
+        counts=counts,
     )
     task = asyncio.create_task(planner.run(), name="planner")
     task.add_done_callback(_report_death)
@@ -252,6 +307,18 @@ class _PressureMetrics(Collector):
             workers.add_metric((pool,), count)
         yield pressure
         yield workers
+
+
+def _sizing_of(config: RolesConfig) -> SizingPolicy:
+    return SizingPolicy(
+        least=config.min_workers,
+        most=config.max_workers,
+        high=config.high_pressure,
+        low=config.low_pressure,
+        sustained_s=config.scale_sustained_s,
+        cooldown_s=config.scale_cooldown_s,
+        pinned_s=config.pinned_s,
+    )
 
 
 def _policy_of(config: RolesConfig) -> PlannerPolicy:

@@ -4,10 +4,19 @@ import json
 from contextlib import suppress
 
 import psutil
+import pytest
 
 from baton_cluster.cli.main import main
 from tests.e2e.clients import Clients
 from tests.e2e.served import Served, assert_gone, eventually, serve
+
+PLANNED = {
+    "BATON_ROLES_PLANNER": "on",
+    "BATON_ROLES_SCALE": "true",
+    "BATON_ROLES_MAX_WORKERS": "3",
+    "BATON_ROLES_TBT_TARGET_S": "1",
+    "BATON_ROLES_SCALE_SUSTAINED_S": "2",
+}
 
 
 def _names(cluster: Served) -> set[str]:
@@ -92,3 +101,21 @@ def test_what_cannot_be_is_refused_in_one_line_that_names_the_pool_and_the_limit
             "prefill=0", "decode=0"
         )
         assert len(_processes(cluster)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_planner_adds_a_worker_where_no_change_of_a_role_helps(monkeypatch) -> None:
+    for name, value in PLANNED.items():
+        monkeypatch.setenv(name, value)
+    with serve(None, "--max-num-seqs", "2") as cluster:
+        clients = Clients(cluster, 6)
+        try:
+            three = {"prefill-0", "decode-0", "decode-1"}
+            eventually(lambda: _names(cluster) == three, "a decode worker is added", 120.0)
+            clients.more(6)
+        finally:
+            clients.stop()
+        assert {status for status, _ in clients.answers} == {200}, clients.answers[-1]
+        told = cluster.told("explain", "--planner")
+        assert "one decode worker more: pressure" in json.dumps(told)

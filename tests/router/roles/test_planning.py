@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.clock import ManualClock
 from baton.config.schema import RolesConfig
+from baton.errors import InvalidRequestError
 from baton.generation import WorkerLoad
 from baton.ids import Role
 from baton.redis_link import open_redis
@@ -49,7 +50,15 @@ class Planned:
     with requests in the router's line.
     """
 
-    def __init__(self, *, mode: str = "on", workers: Workers | None = None, election=None) -> None:
+    def __init__(
+        self,
+        *,
+        mode: str = "on",
+        workers: Workers | None = None,
+        election=None,
+        config: RolesConfig | None = None,
+        counts=None,
+    ) -> None:
         self.clock, self.registry = ManualClock(), CollectorRegistry()
         self.workers = workers or Workers()
         self.view = ClusterView(PrefixIndex(max_blocks=100))
@@ -61,13 +70,14 @@ class Planned:
         ):
             self.view.join(hello(name, role, transfer_address=f"unix:/{name}"), f"unix:{name}", 0.0)
         self.planning = RolePlanning(
-            RolesConfig(planner=mode),
+            config or RolesConfig(planner=mode),
             view=self.view,
             waiting=lambda: 20,
             election=election or Alone(),
             change_role=self.workers,
             clock=self.clock,
             registry=self.registry,
+            counts=counts,
         )
 
     async def look(self, seconds: int) -> None:
@@ -187,3 +197,76 @@ async def test_while_redis_is_away_nobody_plans():
     election = RedisElection(redis, key="baton:planner", router_id="one")
     assert (await election.standing_by()).startswith("nobody plans: Redis gave no answer")
     await election.leave()
+
+
+class Counts:
+    """A launcher's numbers of workers; says why not, where it is to."""
+
+    def __init__(self, refusal: str = "") -> None:
+        self.wanted = {"prefill": 2, "decode": 2, "hybrid": 0}
+        self.refusal = refusal
+        self.asked: list[dict[str, int]] = []
+
+    def pools(self):
+        return self.wanted
+
+    def follow(self, told):
+        raise NotImplementedError
+
+    async def scale(self, pools, *, by):
+        assert by == "planner"
+        self.asked.append(dict(pools))
+        if self.refusal:
+            raise InvalidRequestError(self.refusal)
+        self.wanted = self.wanted | pools
+        return self.wanted
+
+
+def sized(counts: Counts, mode: str = "on") -> Planned:
+    """One whose roles rest, so that only the number of workers may change."""
+    config = RolesConfig(
+        planner=mode,
+        scale=True,
+        sustained_s=10_000.0,
+        gain=0.99,
+        max_workers=5,
+        scale_sustained_s=30.0,
+    )
+    return Planned(config=config, counts=counts)
+
+
+async def test_a_worker_more_is_asked_for_and_operators_are_told_why():
+    counts = Counts()
+    planned = sized(counts)
+    await planned.look(120)
+    assert counts.asked == [{"decode": 3}]
+    assert (
+        'baton_planner_resizes_total{direction="up",outcome="changed",pool="decode"} 1.0'
+        in planned.metrics()
+    )
+    story = [entry.event for entry in planned.planning.story()]
+    assert any(event.startswith("one decode worker more: pressure") for event in story), story
+    assert "4 of 5 workers are there" in story[-1]
+
+
+async def test_a_dry_run_asks_for_no_workers():
+    counts = Counts()
+    planned = sized(counts, mode="dry_run")
+    await planned.look(120)
+    assert counts.asked == []
+    assert 'outcome="dry_run",pool="decode"' in planned.metrics()
+
+
+async def test_what_the_launcher_refuses_is_told():
+    planned = sized(Counts(refusal="cluster.max_workers is 4"))
+    await planned.look(120)
+    assert 'outcome="failed",pool="decode"' in planned.metrics()
+    assert any("cluster.max_workers is 4" in entry.event for entry in planned.planning.story())
+
+
+async def test_a_held_planner_asks_for_no_workers():
+    counts = Counts()
+    planned = sized(counts)
+    assert planned.planning.hold(True, by="uid 0") == ""
+    await planned.look(120)
+    assert counts.asked == []
