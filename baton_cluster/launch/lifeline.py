@@ -6,6 +6,7 @@ end-of-file means that the other process is gone, however it died: it is how chi
 """
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -156,13 +157,12 @@ class ChildEnd:
     def _listen(
         self, launcher_gone: Callable[[], None], told: Callable[[WorkersChanged], None]
     ) -> None:
-        try:
+        # A launcher that died with our words unread is gone all the same.
+        with self._lines, contextlib.suppress(ConnectionResetError):
             while line := self._lines.readline():
                 try:
                     news = msgspec.json.decode(line, type=WorkersChanged)
                 except msgspec.DecodeError:
                     continue  # A later launcher may say more than we know.
                 told(news)
-        except ConnectionResetError:
-            pass  # Died with our words unread: gone all the same.
         launcher_gone()
