@@ -41,6 +41,17 @@ _NOT_OURS = (
 _log = get_logger(__name__)
 
 
+_KINDS: tuple[tuple[str, Callable[[Role], bool], frozenset[str]], ...] = (
+    ("decodes", lambda role: role.decodes, frozenset({"decode", "hybrid"})),
+    (
+        "prefills for others",
+        lambda role: role.prefills_for_others,
+        frozenset({"prefill", "hybrid"}),
+    ),
+)
+"""What workers do, which roles do it, and which pools are started for it."""
+
+
 class RequestDrain(Protocol):
     """The requests of this router."""
 
@@ -199,19 +210,20 @@ class RouterControl(pb_grpc.ControlServicer):
             return "prefills for others"
         return ""
 
-    def _lost_without(self, ended: Collection[str]) -> str:
-        """What workers do now, and would do no more without those of these names; empty where nothing is lost. Their roles
-        may have changed since they were started.
+    def _lost_without(
+        self, ended: Collection[str], left: Collection[str], grown: Collection[str]
+    ) -> str:
+        """What workers do now, and would do no more without those that are `ended`, since roles have changed after the
+        start; empty where nothing is lost, where a pool that has `grown` will do it, and where by the pools that are `left`
+        nobody would do it either way, which the launcher refuses.
         """
         usable = self._view.usable(self._clock.now_s())
         now = [one.hello.role for one in usable]
-        left = [one.hello.role for one in usable if one.identity.worker_id not in ended]
-        if any(one.decodes for one in now) and not any(one.decodes for one in left):
-            return "decodes"
-        if any(one.prefills_for_others for one in now) and not any(
-            one.prefills_for_others for one in left
-        ):
-            return "prefills for others"
+        stay = [one.hello.role for one in usable if one.identity.worker_id not in ended]
+        for what, does, pools in _KINDS:
+            covered = pools.isdisjoint(left) or not pools.isdisjoint(grown)
+            if not covered and any(map(does, now)) and not any(map(does, stay)):
+                return what
         return ""
 
     async def SetRole(  # noqa: N802
@@ -270,7 +282,9 @@ class RouterControl(pb_grpc.ControlServicer):
             for pool, count in request.pools.items()
             for index in range(count, before.get(pool, 0))
         }
-        if lost := self._lost_without(ended):
+        grown = {pool for pool, count in request.pools.items() if count > before.get(pool, 0)}
+        left = {pool for pool, count in (before | dict(request.pools)).items() if count}
+        if lost := self._lost_without(ended, left, grown):
             why = f"without {' and '.join(sorted(ended))} no worker would be left that {lost}: change a role first (baton role)"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         try:

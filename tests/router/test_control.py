@@ -121,6 +121,20 @@ async def test_the_last_worker_that_decodes_stays_although_its_pool_would_keep_o
     assert launcher.asked == []
 
 
+async def test_workers_that_are_started_by_the_same_command_may_take_their_place(tmp_path):
+    launcher = Launcher()
+    async with asked(tmp_path, launcher, AS_STARTED) as stub:
+        pools = {"prefill": 0, "decode": 0, "hybrid": 2}
+        reply = await stub.Scale(pb.ScaleRequest(pools=pools))
+    assert dict(reply.now) == pools
+
+
+async def test_an_empty_pool_is_for_the_launcher_to_refuse(tmp_path):
+    launcher = Launcher(InvalidRequestError("decode=0: no worker would be left that decodes"))
+    async with asked(tmp_path, launcher, AS_STARTED) as stub:
+        assert (await refusal(stub, decode=0))[1].startswith("decode=0: no worker")
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
