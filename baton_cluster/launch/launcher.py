@@ -185,11 +185,6 @@ class LocalCluster:
         return [self._info(plan) for plan in self._plans]
 
     @property
-    def pools(self) -> dict[str, int]:
-        """How many workers of each role are wanted."""
-        return self._fleet.pools
-
-    @property
     def standby_pid(self) -> int | None:
         """Of the process that waits to become the next worker; None while there is none."""
         return None if self._standby is None else self._standby.pid
@@ -399,14 +394,13 @@ class LocalCluster:
         match action:
             case StartProcess():
                 await self._start(action)
+            # One that could not be started has no process; the supervisor is about to hear of it.
             case Stop():
-                if (
-                    action.name in self._processes
-                ):  # else it was never started; that is on the way to the supervisor
-                    self._processes[action.name].terminate()
+                if process := self._processes.get(action.name):
+                    process.terminate()
             case Kill():
-                if action.name in self._processes:
-                    self._processes[action.name].kill()
+                if process := self._processes.get(action.name):
+                    process.kill()
             case GiveUp():
                 self._failure = action.error
                 self._stop_listening()
