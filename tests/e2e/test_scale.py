@@ -93,7 +93,7 @@ def test_what_cannot_be_is_refused_in_one_line_that_names_the_pool_and_the_limit
             capsys.readouterr()
             assert main(["scale", *words, "--runtime-dir", str(cluster.runtime_dir)]) == 1
             (line,) = capsys.readouterr().err.splitlines()
-            return line
+            return str(line)
 
         assert "prefill=1 decode=3 are 4 workers: cluster.max_workers is 3" in refused("decode=3")
         assert "decode=0: no worker would be left that decodes" in refused("decode=0")

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -21,6 +22,9 @@ from router.routing.index import PrefixIndex
 from router.routing.view import ClusterView
 from router.workers.links import WorkerLinks
 from tests.router.known_workers import hello
+
+if TYPE_CHECKING:
+    from baton.rpc.v1.control_pb2_grpc import ControlAsyncStub  # exists for type checkers only
 
 
 class Launcher:
@@ -56,7 +60,7 @@ class NoRequests:
 @asynccontextmanager
 async def asked(
     folder: Path, launcher: Launcher | None, roles: Mapping[str, Role]
-) -> AsyncIterator[control_pb2_grpc.ControlStub]:
+) -> AsyncIterator["ControlAsyncStub"]:
     """The control service of a router that is connected to workers of these names and roles."""
     clock, view = ManualClock(), ClusterView(PrefixIndex(max_blocks=100))
     for name, role in roles.items():
@@ -97,7 +101,7 @@ async def test_the_launcher_is_asked_and_both_numbers_are_told(tmp_path):
     assert "kim" in by
 
 
-async def refusal(stub: control_pb2_grpc.ControlStub, **pools: int) -> tuple[grpc.StatusCode, str]:
+async def refusal(stub: "ControlAsyncStub", **pools: int) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.Scale(pb.ScaleRequest(pools=pools))
     return refused.value.code(), refused.value.details() or ""

@@ -36,7 +36,10 @@ async def both_ends() -> AsyncIterator[tuple[LauncherEnd, LauncherCounts]]:
             assert child.on_workers is not None
             loop.call_soon_threadsafe(child.on_workers, news)
 
-        end.watch(lambda: loop.call_soon_threadsafe(gone.set), told)
+        def launcher_gone() -> None:
+            loop.call_soon_threadsafe(gone.set)
+
+        end.watch(launcher_gone, told)
         yield launcher, counts
         await launcher.close()
         await soon(gone.wait())
