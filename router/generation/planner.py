@@ -242,16 +242,19 @@ def _check_tools(tools: CallableTools | None, output_format: OutputFormat) -> No
             "tools: this model's chat template writes no calls that this server knows (router.tool_call_parser).",
             param="tools",
         )
-    if tools.required and not output_format.can_require:
-        raise UnsupportedParameterError(
-            f"tool_choice: calls as {output_format.tools.name} writes them cannot be required.",
-            param="tool_choice",
-        )
     if tools.strict and not tools.required and not output_format.can_hold:
         named = next(tool.name for tool in tools.tools if tool.strict)
         raise UnsupportedParameterError(
             f"tools.{named}.strict: a call that the model begins of its own accord, as {output_format.tools.name} writes it, cannot"
             " be held to a schema.",
+            param="tools",
+        )
+    held = tools.tools if tools.required else [tool for tool in tools.tools if tool.strict]
+    if (unheld := output_format.unheld(held)) is not None:
+        tool, path = unheld
+        where = ".".join(filter(None, (f"tools.{tool.name}.{tools.schema_field}", path)))
+        raise UnsupportedParameterError(
+            f"{where}: a call as {output_format.tools.name} writes it cannot be held to this schema.",
             param="tools",
         )
 

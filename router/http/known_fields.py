@@ -83,7 +83,7 @@ _BEAMS = (
     "in streams, with forms of answers, or with penalties and other fields that steer what is drawn"
 )
 _TOOLS = "tools of models whose calls are not known (docs/guides/tools-and-reasoning.md); tools that a server would run"
-_CALLS = "choices other than none and auto, of models that cannot be held to a call"
+_CALLS = "choices other than none and auto, of tools to whose schemas calls of the model's family cannot be held"
 _THOUGHTS = "Reasoning is told apart in chats and responses; messages have `thinking`."
 _FUNCTIONS = "functions that may be called: send them as `tools`"
 

@@ -96,7 +96,11 @@ _HERMES = ToolFamily(
     name="hermes", shape=CallShape.OBJECT, begin="<tool_call>", end="</tool_call>", between="\n"
 )
 _QWEN3_CODER = ToolFamily(
-    name="qwen3_coder", shape=CallShape.TAGGED, begin="<tool_call>", end="</tool_call>"
+    name="qwen3_coder",
+    shape=CallShape.TAGGED,
+    begin="<tool_call>",
+    end="</tool_call>",
+    between="\n",
 )
 _LLAMA3_JSON = ToolFamily(
     name="llama3_json",

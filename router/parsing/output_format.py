@@ -25,6 +25,7 @@ from router.parsing.families import (
 from router.parsing.harmony import HarmonyParser
 from router.parsing.parser import FamilyParser
 from router.parsing.python_calls import KeywordArgument, arguments_rules, keyword_arguments
+from router.parsing.tagged_calls import TaggedArgument, Unheld, tagged_arguments, tagged_rules
 
 Family = TypeVar("Family")
 AUTO, NONE = "auto", "none"
@@ -105,15 +106,25 @@ class OutputFormat:
         stops = ("<|call|>", "<|return|>") if self.is_harmony else ()
         return tuple(self.marker_ids[mark] for mark in stops if mark in self.marker_ids)
 
-    @property
-    def can_require(self) -> bool:
-        """Whether the model can be held to calls by a grammar."""
-        return self.tools is not None and self.tools.shape is not CallShape.TAGGED
+    def unheld(self, tools: Sequence[ToolSchema]) -> tuple[ToolSchema, str] | None:
+        """The first of these tools to whose schema its calls cannot be held, and the path of what is why, from that
+        schema on; None where there is none.
+        """
+        if self.tools is None or self.tools.shape is not CallShape.TAGGED:
+            return None
+        for tool in tools:
+            if isinstance(found := tagged_arguments(tool.parameters), Unheld):
+                return tool, found.path
+        return None
 
     def call_schemas(self, tools: Sequence[ToolSchema]) -> list[JsonObject]:
         """The JSON schemas of these tools' arguments, in the order in which `calls_lark` names them."""
         found: list[JsonObject] = []
         for tool in tools:
+            if self.tools is not None and self.tools.shape is CallShape.TAGGED:
+                tagged = _tagged(tool) or ()
+                found += [one.schema for one in tagged if one.schema is not None]
+                continue
             keywords = self._keywords(tool)
             found += [tool.parameters] if keywords is None else [one.schema for one in keywords]
         return found
@@ -184,7 +195,7 @@ class OutputFormat:
         where a mark begins all of them.
         """
         family = self.tools
-        if family is None or family.bare or not self.can_require:
+        if family is None or family.bare:
             return False
         marks = HARMONY_MARKS if self.is_harmony else family.section
         return all(mark in self.marker_ids for mark in marks if mark)
@@ -212,7 +223,8 @@ class OutputFormat:
         """Whether each further call begins with that mark too."""
         family = self.tools
         assert family is not None
-        return self._is_named or (family.shape is CallShape.OBJECT and not family.bare)
+        has_mark = family.shape in (CallShape.OBJECT, CallShape.TAGGED)
+        return self._is_named or (has_mark and not family.bare)
 
     def _behind_lead(self, *, parallel: bool) -> str:
         """The first call behind its mark, and those that may follow it."""
@@ -245,7 +257,7 @@ class OutputFormat:
         for place, tool in enumerate(tools):
             name, arguments = json.dumps(tool.name), f"arguments_{place}"
             keywords = self._keywords(tool)
-            if keywords is None:
+            if keywords is None and family.shape is not CallShape.TAGGED:
                 rules.append(f"{arguments}: %json {schema}")
             member = f'{{"name": {name}, "{family.arguments}": '
             match family.shape:
@@ -280,7 +292,10 @@ class OutputFormat:
                     kind = f"{_text(' ')} {self._mark('<|constrain|>')}? {_text('json')}"
                     body = f"({behind} | {before}) ({kind})? {message} {arguments}"
                 case CallShape.TAGGED:
-                    raise AssertionError("not held to a grammar")
+                    written, others = tagged_rules(str(place), _tagged(tool), schema)
+                    rules += others
+                    head = _text(f"\n<function={tool.name}>\n")
+                    body = f"{head} {written} {_text('</function>' + chr(10))} {end}"
             rules.append(f"call_{place}: {body}")
         return rules
 
@@ -361,6 +376,13 @@ class OutputFormat:
 
 
 _ANY_TEXT = "/(?s:.*)/"
+
+
+def _tagged(tool: ToolSchema) -> list[TaggedArgument] | None:
+    """The arguments of a tool to whose schema calls can be held."""
+    found = tagged_arguments(tool.parameters)
+    assert not isinstance(found, Unheld)
+    return found
 
 
 def _escaped(text: str) -> str:

@@ -19,6 +19,14 @@ from pydantic_core import from_json
 from router.parsing.events import ContentText, ReasoningText
 from router.parsing.families import CallShape, ReasoningFamily, ToolFamily
 from router.parsing.reading import LONGEST_NAME, TOOL_NAME, OutputReader, Reading
+from router.parsing.tagged_calls import (
+    VALUE_END,
+    Types,
+    as_json,
+    is_text,
+    leaves_string_open,
+    types_of,
+)
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _WORD = frozenset(string.ascii_letters + string.digits + "_.+-")
@@ -274,20 +282,33 @@ class FamilyParser(OutputReader):
         opening, told = "{", set[str]()
         while (yield from self._accept_after_blanks("<parameter=")):
             key = yield from self._read_until(">")
-            value = yield from self._read_until("</parameter>")
+            value = yield from self._read_tagged_value(types.get(key or ""))
             if key is None or value is None:
                 return True  # the call broke off within a parameter
             if key in told:
                 continue
             told.add(key)
             value = value.removeprefix("\n").removesuffix("\n")
-            member = f"{json.dumps(key)}: {_typed(value, types.get(key))}"
+            member = f"{json.dumps(key)}: {as_json(value, types.get(key))}"
             self._tell_arguments(opening + member)
             opening = ", "
         self._tell_arguments("{}" if opening == "{" else "}")
         yield from self._accept_after_blanks("</function>")
         self._end_call()
         return True
+
+    def _read_tagged_value(self, types: Types) -> Reading[str | None]:
+        """A parameter's value, up to the tag that ends it and stands in no string of JSON; None if there is none."""
+        parts: list[str] = []
+        within_string = False
+        while True:
+            part = yield from self._read_until(VALUE_END)
+            if part is None:
+                return None
+            parts.append(part)
+            within_string = leaves_string_open(part, was_open=within_string)
+            if is_text(types) or not within_string or parts[0].lstrip()[:1] not in ("{", "[", '"'):
+                return VALUE_END.join(parts)
 
     def _read_python(self, *, known_only: bool = False) -> Reading[bool]:
         """A list of calls as Python writes them; whether it was one, or begins with calls."""
@@ -479,21 +500,11 @@ def _number(word: str) -> str:
     return json.dumps(value) if isfinite(value) else ""
 
 
-def _types(parameters: object) -> Mapping[str, object]:
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+def _types(parameters: object) -> Mapping[str, Types]:
+    """Of each parameter, what its values may be."""
+    if not isinstance(parameters, dict):
+        return {}
+    properties = parameters.get("properties")
     if not isinstance(properties, Mapping):
         return {}
-    return {
-        key: of.get("type") if isinstance(of, Mapping) else None for key, of in properties.items()
-    }
-
-
-def _typed(value: str, kind: object) -> str:
-    """A parameter's text as JSON: as it stands where the schema wants no string and it is JSON."""
-    if kind is not None and kind != "string":
-        try:
-            from_json(value, allow_inf_nan=False)
-        except ValueError:  # also where it is nested too deeply
-            return json.dumps(value, ensure_ascii=False)
-        return value.strip()
-    return json.dumps(value, ensure_ascii=False)
+    return {key: types_of(schema, parameters) for key, schema in properties.items()}

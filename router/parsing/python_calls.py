@@ -16,12 +16,14 @@ from router.http.fields import JsonObject
 
 _KEYWORD = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,127}")
 _SHARED = ("$defs", "definitions")
-_SAYS_NO_MORE = frozenset(
+REMARKS = frozenset(
     {
-        *("type", "properties", "required", "additionalProperties", *_SHARED),
         *("title", "description", "$schema", "$comment", "default", "examples", "deprecated"),
+        *_SHARED,
     }
 )
+"""Keywords of schemas that demand nothing of a value."""
+_SAYS_NO_MORE = REMARKS | {"type", "properties", "required", "additionalProperties"}
 _OWN_SCOPE = ("$id", "$anchor", "$dynamicRef", "$recursiveRef", *_SHARED)
 
 
@@ -40,8 +42,12 @@ class KeywordArgument:
     required: bool
 
 
-def keyword_arguments(parameters: JsonObject) -> list[KeywordArgument] | None:
-    """The arguments that a tool takes, in their order; None where its schema cannot be taken apart."""
+def keyword_arguments(
+    parameters: JsonObject, name_pattern: re.Pattern[str] = _KEYWORD
+) -> list[KeywordArgument] | None:
+    """The arguments that a tool takes, in their order; None where its schema cannot be taken apart, or the name of one
+    cannot be written.
+    """
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
     if parameters.get("type") != "object" or not isinstance(properties, dict):
         return None
@@ -52,7 +58,7 @@ def keyword_arguments(parameters: JsonObject) -> list[KeywordArgument] | None:
     shared = {key: parameters[key] for key in _SHARED if key in parameters}
     found: list[KeywordArgument] = []
     for name, schema in properties.items():
-        if not _KEYWORD.fullmatch(name) or not isinstance(schema, dict):
+        if not name_pattern.fullmatch(name) or not isinstance(schema, dict):
             return None
         if any(key in schema for key in _OWN_SCOPE):
             return None

@@ -284,7 +284,7 @@ async def test_calls_of_strict_tools_are_held_to_their_schema() -> None:
         assert "tools.f.parameters.not" in error["message"]
 
 
-@pytest.mark.parametrize("family", ["qwen3_coder", "llama3_json", "pythonic"])
+@pytest.mark.parametrize("family", ["llama3_json", "pythonic"])
 async def test_strict_tools_are_refused_where_calls_cannot_be_held(family: str) -> None:
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
     async with serve(tool_call_parser=family) as served:
@@ -293,9 +293,8 @@ async def test_strict_tools_are_refused_where_calls_cannot_be_held(family: str) 
         assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
         assert "tools.weather.strict" in error["message"]
         assert family in error["message"]
-        if family != "qwen3_coder":
-            reply = await served.chat(tools=[strict], tool_choice="required")
-            assert reply.status_code == 200, reply.text
+        reply = await served.chat(tools=[strict], tool_choice="required")
+        assert reply.status_code == 200, reply.text
 
 
 MADE = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
@@ -354,11 +353,28 @@ async def test_a_template_that_writes_no_calls_is_given_none() -> None:
         assert "does not know calls of tools" in error["message"]
 
 
-async def test_calls_that_cannot_be_required_are_refused() -> None:
+async def test_a_parameter_that_a_call_cannot_be_held_to_is_refused_by_its_path() -> None:
+    function = WEATHER["function"]
+    properties = {"city": {"type": "string", "pattern": "^[A-Z]"}}
+    odd = function | {"parameters": {"type": "object", "properties": properties}}
+    tool = {"type": "function", "function": odd}
     async with serve(tool_call_parser="qwen3_coder") as served:
         served.says("x")
-        error = (await served.chat(tools=[NOW], tool_choice="required")).json()["error"]
-        assert error["param"] == "tool_choice"
+        for fields in (
+            {"tools": [tool], "tool_choice": "required"},
+            {"tools": [tool | {"function": odd | {"strict": True}}, NOW]},
+        ):
+            error = (await served.chat(**fields)).json()["error"]
+            assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+            assert error["message"].startswith("tools.weather.parameters.properties.city: ")
+        assert not served.generator.requests
+        reply = await served.chat(tools=[tool, NOW])
+        assert reply.status_code == 200, reply.text
+        reply = await served.chat(
+            tools=[tool, NOW], tool_choice={"type": "function", "function": {"name": "now"}}
+        )
+        assert reply.status_code == 200, reply.text
+        assert "<function=now>" in grammar(served)
 
 
 def block_keys(prompt: Prompt) -> list[BlockKey]:

@@ -66,6 +66,37 @@ TOOLS = (
         },
     ),
 )  # fmt: skip
+TAGGED = (
+    *TOOLS[:1],
+    ToolSchema(name="now", parameters={"type": "object", "properties": {}}),
+    ToolSchema(
+        name="note",
+        parameters={
+            "type": "object",
+            "properties": {
+                "text": {"type": "string", "minLength": 2, "maxLength": 9},
+                "kind": {"$ref": "#/$defs/kind"},
+                "days": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 99}, {"type": "null"}]},
+                "mood": {"anyOf": [{"enum": ["good", "bad"], "type": "string"}, {"type": "null"}]},
+                "to": {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+                "tags": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 2},
+                "at": {"$ref": "#/$defs/place"},
+                "level": {"enum": [1, "high", None]},
+            },
+            "required": ["text", "kind", "at"],
+            "additionalProperties": False,
+            "$defs": {
+                "kind": {"enum": ["null", "</a", 'y"']},
+                "place": {"type": "object", "properties": {"x": {"const": "</parameter>"}}, "required": ["x"], "additionalProperties": False},
+            },
+        },
+    ),
+)  # fmt: skip
+"""Those whose arguments can be written one by one, some as texts."""
+
+
+def tools_of(family: str) -> tuple[ToolSchema, ...]:
+    return TAGGED if family == "qwen3_coder" else TOOLS
 
 
 def byte_tokenizer(marks: tuple[str, ...], *, special: bool) -> Tokenizer:
@@ -118,8 +149,15 @@ def drawn_freely(
     return [token for token in tokens if token != end]
 
 
-def parse(made: OutputFormat, tokenizer: Tokenizer, tokens: list[int], *, inside: bool) -> Said:
-    parser = made.parser(TOOLS, in_reasoning=inside)
+def parse(
+    made: OutputFormat,
+    tokenizer: Tokenizer,
+    tokens: list[int],
+    *,
+    inside: bool,
+    tools: tuple[ToolSchema, ...] = TOOLS,
+) -> Said:
+    parser = made.parser(tools, in_reasoning=inside)
     events = []
     pending: list[int] = []
     for token in [*tokens, None]:
@@ -133,27 +171,25 @@ def parse(made: OutputFormat, tokenizer: Tokenizer, tokens: list[int], *, inside
     return said([*events, *parser.finish()])
 
 
-FAMILIES = [name for name, family in TOOL_FAMILIES.items() if name != "qwen3_coder"]
-
-
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
 def test_whatever_the_grammar_of_calls_allows_is_calls(family: str, as_tokens: bool) -> None:
     marks = TOOL_FAMILIES[family].marks
     tokenizer = byte_tokenizer(marks if as_tokens else (), special=family != "hermes")
     made = detect_format(None, tokenizer.token_to_id, tool_call_parser=family)
-    assert made.can_require
+    tools = tools_of(family)
+    assert made.unheld(tools) is None
     form = AnswerForm(
         kind="calls",
-        value={tool.name: tool.parameters for tool in TOOLS},
+        value={tool.name: tool.parameters for tool in tools},
         param="tools",
-        calls=made.calls_lark(TOOLS, parallel=True, schema=CALL_SCHEMA),
-        call_schemas=tuple(made.call_schemas(TOOLS)),
+        calls=made.calls_lark(tools, parallel=True, schema=CALL_SCHEMA),
+        call_schemas=tuple(made.call_schemas(tools)),
     )
     grammar = grammar_of(form, ()).text
-    schemas = {tool.name: tool.parameters for tool in TOOLS}
-    for seed in range(4):
-        found = parse(made, tokenizer, drawn(grammar, tokenizer, seed), inside=False)
+    schemas = {tool.name: tool.parameters for tool in tools}
+    for seed in range(6):
+        found = parse(made, tokenizer, drawn(grammar, tokenizer, seed), inside=False, tools=tools)
         assert found.calls
         assert not found.content
         for name, arguments in found.calls:
@@ -166,6 +202,8 @@ def test_whatever_the_grammar_of_calls_allows_is_calls(family: str, as_tokens: b
     [
         ("hermes", True),
         ("hermes", False),
+        ("qwen3_coder", True),
+        ("qwen3_coder", False),
         ("mistral", True),
         ("mistral", False),
         ("deepseek_v3", True),
@@ -176,25 +214,25 @@ def test_whatever_the_grammar_of_calls_allows_is_calls(family: str, as_tokens: b
 def test_every_call_that_is_begun_is_whole_where_tools_are_strict(
     family: str, as_tokens: bool, parallel: bool
 ) -> None:
-    tools = TOOL_FAMILIES[family]
-    tokenizer = byte_tokenizer(tools.marks if as_tokens else (), special=True)
+    written, tools = TOOL_FAMILIES[family], tools_of(family)
+    tokenizer = byte_tokenizer(written.marks if as_tokens else (), special=True)
     made = detect_format(None, tokenizer.token_to_id, tool_call_parser=family)
     assert made.can_hold
     form = AnswerForm(
         kind="calls",
-        value={tool.name: tool.parameters for tool in TOOLS},
+        value={tool.name: tool.parameters for tool in tools},
         param="tools",
-        calls=made.strict_lark(TOOLS, parallel=parallel, schema=CALL_SCHEMA, thinks=True),
-        call_schemas=tuple(made.call_schemas(TOOLS)),
+        calls=made.strict_lark(tools, parallel=parallel, schema=CALL_SCHEMA, thinks=True),
+        call_schemas=tuple(made.call_schemas(tools)),
     )
     grammar = grammar_of(form, ()).text
-    schemas = {tool.name: tool.parameters for tool in TOOLS}
+    schemas = {tool.name: tool.parameters for tool in tools}
     calls, texts = 0, 0
-    lead = tools.section[0] or tools.begin or "<|channel|>"
+    lead = written.section[0] or written.begin or "<|channel|>"
     for seed in range(12):
         numbers = random.Random(seed)
         tokens = drawn_freely(grammar, tokenizer, numbers, lead)
-        found = parse(made, tokenizer, tokens, inside=False)
+        found = parse(made, tokenizer, tokens, inside=False, tools=tools)
         calls += len(found.calls)
         texts += bool(found.content)
         assert parallel or len(found.calls) <= 1
@@ -233,10 +271,10 @@ def test_a_header_of_harmony_may_be_written_in_each_way_that_it_is() -> None:
 @pytest.mark.parametrize("family", TOOL_FAMILIES)
 def test_calls_are_held_where_a_mark_begins_all_of_them(family: str) -> None:
     held = detect_format(None, lambda mark: hash(mark), tool_call_parser=family).can_hold
-    loose = {"qwen3_coder", "llama3_json", "pythonic", "llama4_pythonic"}
+    loose = {"llama3_json", "pythonic", "llama4_pythonic"}
     assert held == (family not in loose)
     as_text = detect_format(None, lambda mark: None, tool_call_parser=family).can_hold
-    assert as_text == (family in ("hermes", "mistral"))
+    assert as_text == (family in ("hermes", "qwen3_coder", "mistral"))
 
 
 def accepted(grammar: str, tokenizer: Tokenizer, text: str) -> bool:

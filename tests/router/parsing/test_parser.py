@@ -73,12 +73,17 @@ def output_format(tools: str | None, reasoning: str | None, *, as_tokens: bool) 
 
 
 def parsed(
-    made: OutputFormat, text: str, cuts: Sequence[int] = (), *, in_reasoning: bool = False
+    made: OutputFormat,
+    text: str,
+    cuts: Sequence[int] = (),
+    *,
+    in_reasoning: bool = False,
+    tools: Sequence[ToolSchema] = TOOLS,
 ) -> Said:
     """With marks that are tokens told by their ids, and the text between them cut at some places;
     what need not be pushed is not.
     """
-    parser = made.parser(TOOLS, in_reasoning=in_reasoning)
+    parser = made.parser(tools, in_reasoning=in_reasoning)
     events: list[ParsedEvent] = []
     pieces: list[str | int] = [text]
     for mark, token in made.marker_ids.items():
