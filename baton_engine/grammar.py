@@ -40,15 +40,27 @@ class MatcherConstraint:
         matcher: Has read the sample's output so far.
         vocab_size: Of the matcher's tokenizer.
         counts: Of the worker.
+        forget: Takes the grammar out of those that are kept compiled: copies of a matcher share what its lexer has
+            found, up to a limit, and where that is used up the next request has to begin anew.
         of_draft: Whether it has read guessed tokens too: then its faults are nobody's yet, and are not counted.
     """
 
-    __slots__ = ("_counts", "_fault", "_mask_bytes", "_matcher", "_of_draft", "_vocab_size")
+    __slots__ = (
+        *("_counts", "_fault", "_forget", "_mask_bytes", "_matcher"),
+        *("_of_draft", "_vocab_size"),
+    )
 
     def __init__(
-        self, matcher: LLMatcher, vocab_size: int, counts: GrammarCounts, *, of_draft: bool = False
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        counts: GrammarCounts,
+        forget: Callable[[], None],
+        *,
+        of_draft: bool = False,
     ) -> None:
         self._matcher = matcher
+        self._forget = forget
         self._vocab_size = vocab_size
         self._mask_bytes = 4 * -(-vocab_size // 32)
         self._counts = counts
@@ -117,14 +129,17 @@ class MatcherConstraint:
         try:
             matcher = self._matcher.deep_copy()
         except BaseException as error:  # noqa: BLE001 - likewise
-            copy = MatcherConstraint(
-                self._matcher, self._vocab_size, self._counts, of_draft=of_draft
-            )
+            copy = self._over(self._matcher, of_draft=of_draft)
             copy._break(error)  # from here on it does not touch the matcher, which is another's
             return copy
-        copy = MatcherConstraint(matcher, self._vocab_size, self._counts, of_draft=of_draft)
+        copy = self._over(matcher, of_draft=of_draft)
         copy._fault = self._fault
         return copy
+
+    def _over(self, matcher: LLMatcher, *, of_draft: bool) -> "MatcherConstraint":
+        return MatcherConstraint(
+            matcher, self._vocab_size, self._counts, self._forget, of_draft=of_draft
+        )
 
     def _break(self, error: BaseException) -> None:
         logger.error("a matcher broke", exc_info=error)
@@ -135,6 +150,7 @@ class MatcherConstraint:
         self._fault = fault
         if not self._of_draft:
             self._counts.faults += 1
+            self._forget()
 
 
 def _not_held(matcher: LLMatcher) -> InvalidRequestError:
@@ -289,25 +305,33 @@ class MatcherCompiler:
 
     def _constraint(self, job: _Job) -> TokenConstraint | BatonError:
         prompt = job.prompt
-        matcher = self._matcher(prompt.sampling.grammar, job.digest)
-        for token in prompt.output_tokens:
-            matcher.consume_token(token)
-        # The first mask, here already: a grammar too complex for it is refused before any step computes for it.
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            return _not_held(matcher)
-        return MatcherConstraint(matcher, self._tokenizer.vocab_size, self.counts)
 
-    def _matcher(self, grammar: str, digest: bytes) -> LLMatcher:
-        """A fresh copy, at the beginning of an output."""
+        def forget() -> None:
+            with self._lock:
+                self._kept.pop(job.digest, None)
+
+        is_kept = True
+        while is_kept:
+            matcher, is_kept = self._matcher(prompt.sampling.grammar, job.digest)
+            for token in prompt.output_tokens:
+                matcher.consume_token(token)
+            # The first mask, here already: a grammar too complex for it is refused before any step computes for it.
+            matcher.compute_bitmask()
+            if not matcher.is_error():
+                return MatcherConstraint(matcher, self._tokenizer.vocab_size, self.counts, forget)
+            forget()  # one that was kept may have been used up by others
+        return _not_held(matcher)
+
+    def _matcher(self, grammar: str, digest: bytes) -> tuple[LLMatcher, bool]:
+        """A fresh copy, at the beginning of an output; and whether of a matcher that was kept."""
         with self._lock:
             if (kept := self._kept.get(digest)) is not None:
                 self._kept.move_to_end(digest)
                 self.counts.found += 1
-                return kept.deep_copy()
+                return kept.deep_copy(), True
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            return matcher
+            return matcher, False
         copy = matcher.deep_copy()
         with self._lock:
             self.counts.compiled += 1
@@ -315,7 +339,7 @@ class MatcherCompiler:
             if len(self._kept) > self._max_kept:
                 self._kept.popitem(last=False)
                 self.counts.evicted += 1
-        return copy
+        return copy, False
 
 
 def load_compiler(

@@ -264,7 +264,9 @@ def tagged_rules(
         if argument.schema is not None:
             rules = [f"{value}: %json {schema}"]
         elif argument.texts:
-            rules = [f"{value}: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in argument.texts)]
+            rules = [
+                f"{value}: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in argument.texts)
+            ]
         else:
             value, rules = _text_rules(f"{prefix}_{place}", argument.lengths)
             end = '"\\n"'

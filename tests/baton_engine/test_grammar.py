@@ -292,7 +292,9 @@ def test_a_matcher_that_breaks_ends_its_own_request_alone(model, compiler, how, 
     class BreaksForOne:
         def compile(self, prompt, done) -> None:
             outcome = compiled(compiler, prompt.sampling.grammar)
-            broken = MatcherConstraint(cast(LLMatcher, Breaks(how)), 333, compiler.counts)
+            broken = MatcherConstraint(
+                cast(LLMatcher, Breaks(how)), 333, compiler.counts, lambda: None
+            )
             done(broken if prompt.tenant == "breaks" else outcome)
 
         def close(self) -> None:
@@ -355,6 +357,33 @@ def test_a_grammar_that_becomes_too_complex_is_a_fault_that_is_counted(model, to
     compiler.close()
 
 
+def test_what_other_outputs_used_up_does_not_end_the_next_one(model, tokenizer):
+    """Copies of a matcher share the states of its lexer: once there is no room for more, the next request compiles."""
+    compiler = load_compiler(model, GrammarConfig(max_states=40), **vocabulary(model))
+    assert compiler is not None
+    grammar = LLMatcher.grammar_from_regex("[ab]*a[ab]{9}x")
+    letters = tokenizer.convert_tokens_to_ids(["a", "b"])
+    bits = np.zeros(-(-333 // 32), np.uint32)
+    lengths = []
+    for _ in range(3):
+        constraint = compiled(compiler, grammar)
+        assert not isinstance(constraint, BatonError), constraint
+        read, rng = 0, Random(0)
+        while constraint.fault is None:
+            constraint.accept(rng.choice(letters))
+            constraint.fill(bits)
+            read += 1
+        lengths.append(read)
+    assert lengths[0] == lengths[1] == lengths[2]
+    assert lengths[0] > 1
+    assert (compiler.counts.compiled, compiler.counts.faults) == (3, 3)
+
+    for at_once in (compiled(compiler, grammar), compiled(compiler, grammar)):
+        assert not isinstance(at_once, BatonError), at_once
+    assert compiler.counts.compiled == 4
+    compiler.close()
+
+
 def test_a_matcher_that_breaks_with_the_first_mask_is_the_fault_of_a_row_that_waited_for_it():
     class Broken:
         fault = EngineError("the matcher broke")
@@ -393,7 +422,7 @@ def test_a_copy_that_cannot_be_made_does_not_touch_the_one_that_it_was_to_be_mad
             return True
 
     matcher, counts = Uncopied("panics copying"), GrammarCounts()
-    constraint = MatcherConstraint(cast(LLMatcher, matcher), 32, counts)
+    constraint = MatcherConstraint(cast(LLMatcher, matcher), 32, counts, lambda: None)
     copy, bits = constraint.fork(), np.ones(1, np.uint32)
     copy.accept(5)
     copy.fill(bits)
