@@ -215,7 +215,7 @@ def _constants(schema: JsonObject, root: JsonObject) -> list[JsonValue] | None:
         listed = schema["enum"]
     elif demands == {"const"}:
         listed = [schema["const"]]
-    elif not demands and types == {"null"}:
+    elif not demands and types == frozenset({"null"}):
         listed = [None]
     if not isinstance(listed, list) or types is None:
         return None
@@ -234,7 +234,7 @@ def _lengths(schema: JsonObject, root: JsonObject) -> tuple[int, int | None] | N
     """How long texts may be, of a schema that demands nothing else of them; they may also be null."""
     if _demands(schema) == {"anyOf"} and isinstance(parts := schema["anyOf"], list):
         inner = [_followed(part, root) for part in parts]
-        texts = [part for part in inner if types_of(part, root) != {"null"}]
+        texts = [part for part in inner if types_of(part, root) != frozenset({"null"})]
         return _lengths(texts[0], root) if len(texts) == 1 else None
     if schema.get("type") != "string" or not _demands(schema) <= _LENGTHS:
         return None
