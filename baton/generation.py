@@ -171,6 +171,7 @@ class Prompt:
         sampling: How.
         cache_scope: Tenant scope of the prefix cache.
         tenant: The tenant billed for the blocks that are kept of it.
+        adapter: Name of the LoRA adapter that computes it; empty for the model alone.
         slo: The targets that the worker schedules for.
     """
 
@@ -180,6 +181,7 @@ class Prompt:
     sampling: SamplingParams
     cache_scope: str = ""
     tenant: str = ""
+    adapter: str = ""
     slo: SloTargets = NO_SLO
 
     @property

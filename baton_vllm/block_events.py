@@ -1,7 +1,8 @@
 """vLLM's events of its prefix cache, as changes of blocks under Baton's keys.
 
 vLLM names a block by a hash of its own. Its events carry token ids, the block before, and the salt of a text's first
-block, which is the tenant's scope: that is enough to name the block as router and `baton explain` do (`baton.hashing`).
+block, which is the tenant's scope, and the adapter: that is enough to name the block as router and `baton explain` do
+(`baton.hashing`).
 """
 
 from collections.abc import Iterable
@@ -84,8 +85,15 @@ class BlockNames:
         if event.parent_block_hash is not None:
             held = self._held.get(event.parent_block_hash)
             return None if held is None else held.key
-        extra = event.extra_keys[0] if event.extra_keys else None
-        return root_key(self._secret, scope=str(extra[-1]) if extra else "", layout=self._layout)
+        adapter = event.lora_name or ""
+        extra = (event.extra_keys[0] if event.extra_keys else None) or ()
+        salt = extra[bool(adapter) :]  # the adapter's name stands before it
+        return root_key(
+            self._secret,
+            scope=str(salt[-1]) if salt else "",
+            layout=self._layout,
+            adapter=adapter,
+        )
 
     def _removed(self, name: object) -> None:
         held = self._held.get(name)

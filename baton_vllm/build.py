@@ -4,7 +4,7 @@ nothing of vLLM is imported before.
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from baton.layout import KvLayout
 from baton_engine.grammar import load_compiler
 from baton_engine.ports import ArenaAllocator, GrammarCounts, LayerSink
 from baton_engine.scheduling.limits import EngineLimits
+from baton_vllm.adapters import Adapter, check_ranks, read_adapters, refusal
 from baton_vllm.block_events import BlockNames
 from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.host import VllmEngineHost
@@ -33,6 +34,7 @@ _ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # Baton's logs are one format
 }
 _CPU_CACHE_BYTES = 1 << 30
+_PUNICA_WRAPPER = "baton_vllm.lora_rows.MaskedPunicaWrapper"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,8 @@ def build_vllm_engine(
     from baton_vllm.arena import VllmArena
 
     hand_offs, pool_pages, arena = VllmHandOffs(sink), VllmPoolPages(), VllmArena(memory)
-    core, vllm_config = _open(model, config, (hand_offs, pool_pages, arena), progress)
+    adapters = read_adapters(model.lora_modules)
+    core, vllm_config = _open(model, config, (hand_offs, pool_pages, arena), adapters, progress)
     from baton_vllm.core import VllmCore
 
     spec = _page_spec(core)
@@ -103,7 +106,7 @@ def build_vllm_engine(
         if role is not Role.HYBRID:
             raise arena.misfit
         logger.warning("this worker hands nothing off, and has no part in a pool: %s", arena.misfit)
-    layout = arena.layout if arena.misfit is None else _layout(core, vllm_config, spec)
+    layout = arena.layout if arena.misfit is None else _layout(core, vllm_config, spec, adapters)
     limits = EngineLimits(
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
         max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -112,6 +115,7 @@ def build_vllm_engine(
         # One is vLLM's null block; the spare one has been taken out of its pool.
         num_blocks=core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
         vocab_size=vllm_config.model_config.get_vocab_size(),
+        adapters=frozenset(adapter.name for adapter in adapters),
     )
     # Here, for it imports torch: workers without a model look at this module, too.
     from baton_engine.models.config import resolve_model
@@ -124,7 +128,7 @@ def build_vllm_engine(
         vocab_size=limits.vocab_size,
         eos_ids=eos_ids,
     )
-    hosted = VllmCore(core, eos_ids, grammars)
+    hosted = VllmCore(core, eos_ids, grammars, _loaded(core, adapters, progress))
     hosted.tell_blocks(names)
     host = VllmEngineHost(
         hosted,
@@ -150,6 +154,7 @@ def _open(
     model: ModelConfig,
     config: EngineConfig,
     shared: tuple[VllmHandOffs, VllmPoolPages, "VllmArena"],
+    adapters: Sequence[Adapter],
     progress: Callable[[str, float | None], None],
 ) -> tuple[Any, Any]:
     """vLLM's core and its whole configuration. On a CPU its connector is Baton's, which holds what is `shared`, and its KV
@@ -173,7 +178,8 @@ def _open(
         )
     if device == "cpu":
         arguments.setdefault("kv_cache_memory_bytes", _CPU_CACHE_BYTES)
-        objects = connector_objects(*shared)
+        current_platform.get_punica_wrapper = lambda: _PUNICA_WRAPPER
+        objects = connector_objects(*shared, adapters)
         arguments["kv_transfer_config"] = CONNECTOR_CONFIG | {"kv_connector_extra_config": objects}
     else:
         shared[-1].misfit = ConfigError(
@@ -188,6 +194,8 @@ def _open(
         ).create_engine_config()
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         raise ModelLoadError(f"vLLM refuses {model.model}: {_words(error)}") from error
+    if adapters:
+        check_ranks(adapters, vllm_config.lora_config.max_lora_rank)
     if device == "cpu" and vllm_config.model_config.use_mla:
         raise ModelLoadError(
             f"{model.model}: latent attention is not served on CPUs: vLLM {MINOR} draws other tokens there when it goes on from its own output"
@@ -197,6 +205,26 @@ def _open(
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
         raise ModelLoadError(f"vLLM cannot serve {model.model}: {_words(error)}") from error
     return core, vllm_config
+
+
+def _loaded(
+    core: Any, adapters: Sequence[Adapter], progress: Callable[[str, float | None], None]
+) -> dict[str, Any]:
+    """vLLM's requests of the adapters, by name, each of which it has loaded once: what it cannot serve is known before
+    anything is served. It keeps `max_cpu_loras` of them, and loads the others when they are asked for.
+    """
+    from vllm.lora.request import LoRARequest
+
+    requests: dict[str, Any] = {}
+    for adapter in adapters:
+        progress(f"vLLM loads the adapter {adapter.name}", None)
+        request = LoRARequest(adapter.name, adapter.number, str(adapter.path))
+        try:
+            core.add_lora(request)
+        except Exception as error:  # whatever vLLM makes of another model's matrices
+            raise refusal(adapter.name, f"vLLM cannot load it: {_words(error)}") from error
+        requests[adapter.name] = request
+    return requests
 
 
 def _words(error: Exception) -> str:
@@ -214,11 +242,11 @@ def _page_spec(core: Any) -> Any:
     return groups[0].kv_cache_spec
 
 
-def _layout(core: Any, vllm_config: Any, spec: Any) -> KvLayout:
+def _layout(core: Any, vllm_config: Any, spec: Any, adapters: Sequence[Adapter]) -> KvLayout:
     """Of pages that are not handed off."""
     from baton_vllm.connector import page_facts
 
-    facts = page_facts(vllm_config, core.scheduler.kv_cache_config)
+    facts = page_facts(vllm_config, core.scheduler.kv_cache_config, adapters)
     return KvLayout(
         model_fingerprint=" ".join(f"{name}={value}" for name, value in facts.items()),
         dtype=str(spec.dtype).removeprefix("torch."),

@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from baton.ids import SeqId
+from baton_vllm.adapters import Adapter, fingerprint
 from baton_vllm.arena import VllmArena
 from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.pool_pages import VllmPoolPages
@@ -38,14 +39,26 @@ _COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPE
 
 
 def connector_objects(
-    hand_offs: VllmHandOffs, pool_pages: VllmPoolPages, arena: VllmArena
+    hand_offs: VllmHandOffs,
+    pool_pages: VllmPoolPages,
+    arena: VllmArena,
+    adapters: Sequence[Adapter],
 ) -> dict[str, Any]:
     """What both halves are given: vLLM makes them itself, in this process."""
-    return {"hand_offs": hand_offs, "pool_pages": pool_pages, "arena": arena}
+    return {
+        "hand_offs": hand_offs,
+        "pool_pages": pool_pages,
+        "arena": arena,
+        "adapters": adapters,
+    }
 
 
-def page_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
-    """What decides the bytes of a page beside its shape: the model, vLLM, and where and how it computes."""
+def page_facts(
+    vllm_config: Any, kv_cache_config: Any, adapters: Sequence[Adapter]
+) -> dict[str, str]:
+    """What decides the bytes of a page beside its shape: the model and its adapters, vLLM, and where and how it
+    computes.
+    """
     model = vllm_config.model_config
     config = {k: v for k, v in model.hf_config.to_dict().items() if k != "_name_or_path"}
     files = sorted(Path(model.model).glob("*.safetensors")) if Path(model.model).is_dir() else []
@@ -58,7 +71,7 @@ def page_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
     names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
     backends = {layers[name].get_attn_backend().get_name() for name in names}
     on_cpu = current_platform.is_cpu()
-    return {
+    facts = {
         "model": blake2b("\0".join(parts).encode(), digest_size=16).hexdigest(),
         "vllm": vllm.__version__,
         "attention": "+".join(sorted(backends)),
@@ -67,6 +80,9 @@ def page_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
         else current_platform.get_device_name().replace(" ", "-"),
         "pages": str(kv_cache_config.kv_cache_layout),
     }
+    if adapters:
+        facts["adapters"] = fingerprint(adapters, vllm_config.lora_config)
+    return facts
 
 
 class BatonConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -82,6 +98,7 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._hand_offs: VllmHandOffs = objects["hand_offs"]
         self._pool_pages: VllmPoolPages = objects["pool_pages"]
         self._arena: VllmArena = objects["arena"]
+        self._adapters: Sequence[Adapter] = objects["adapters"]
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._pool: Any = None
 
@@ -94,7 +111,7 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV cache is there."""
         self._hand_offs.use_blocks_of(self._block_tokens)
-        facts = page_facts(self._vllm_config, self._kv_cache_config)
+        facts = page_facts(self._vllm_config, self._kv_cache_config, self._adapters)
         self._arena.register(kv_caches, self._block_tokens, facts)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -5,9 +5,10 @@ Its loop is that of vLLM's own `InprocClient` (v1/engine/core_client.py).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSampling
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -79,12 +80,18 @@ class VllmCore:
         core: vLLM's; its scheduler is a `ToldScheduler`.
         eos_ids: The model's end-of-sequence ids.
         grammars: Compiles grammars; None where they are refused. Closed with the core.
+        adapters: vLLM's requests of adapters, by name.
     """
 
     def __init__(
-        self, core: EngineCore, eos_ids: Sequence[int], grammars: GrammarCompiler | None
+        self,
+        core: EngineCore,
+        eos_ids: Sequence[int],
+        grammars: GrammarCompiler | None,
+        adapters: Mapping[str, LoRARequest],
     ) -> None:
         self._core = core
+        self._adapters = adapters
         self._counts = StepCounts(core.vllm_config)
         self._grammars = grammars
         self._held: dict[str, StructuredOutputRequest] = {}
@@ -116,7 +123,7 @@ class VllmCore:
                     sampling_params=params,
                     pooling_params=None,
                     arrival_time=time.time(),
-                    lora_request=None,
+                    lora_request=self._adapters.get(request.adapter),
                     cache_salt=request.salt,
                     data_parallel_rank=None,
                     priority=request.priority,

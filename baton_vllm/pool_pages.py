@@ -366,8 +366,13 @@ class VllmPoolPages:
         assert self._pool is not None
         known, keys = len(request.keys), request.keys
         if known < num_blocks:
-            names, scope = self._pool.names, request.prompt.cache_scope
-            root = root_key(names.secret, scope=scope, layout=names.layout)
+            names, prompt = self._pool.names, request.prompt
+            root = root_key(
+                names.secret,
+                scope=prompt.cache_scope,
+                layout=names.layout,
+                adapter=prompt.adapter,
+            )
             tokens = request.tokens[known * self._size : num_blocks * self._size]
             keys += chain_keys(names.secret, keys[-1] if keys else root, tokens, self._size)
         return keys[:num_blocks]

@@ -57,6 +57,7 @@ PROMPT: Mapping[str, Treatment] = {
     "sampling": Treatment.TRANSLATED,
     "cache_scope": Treatment.TRANSLATED,  # the salt of vLLM's prefix cache
     "slo": Treatment.TRANSLATED,  # its priority; the times are not scheduled for
+    "adapter": Treatment.TRANSLATED,  # to vLLM's number of it
     "tenant": Treatment.TRANSLATED,  # takes turns at grammars, and is billed for what goes to the pool
 }
 """Every field of `Prompt`; likewise."""
@@ -74,6 +75,7 @@ class CoreRequest:
         grammar_of: The prompt whose grammar the output has to follow, its output so far included; None for none.
         salt: Keeps tenants' blocks apart; None for none.
         priority: Lower goes first.
+        adapter: Name of the LoRA adapter; empty for none.
     """
 
     request_id: str
@@ -83,6 +85,7 @@ class CoreRequest:
     grammar_of: Prompt | None = None
     salt: str | None = None
     priority: int = 0
+    adapter: str = ""
 
 
 def refusal(prompt: Prompt, stop_ids: frozenset[int]) -> UnsupportedParameterError | None:
@@ -145,6 +148,7 @@ def core_requests(seq_id: SeqId, prompt: Prompt) -> list[CoreRequest]:
             grammar_of=prompt if prompt.sampling.grammar else None,
             salt=prompt.cache_scope or None,
             priority=-prompt.slo.priority,
+            adapter=prompt.adapter,
         )
         for sample in prompt.samples
     ]

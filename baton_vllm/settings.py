@@ -55,7 +55,6 @@ DECIDED = {
 NOT_YET = (
     "data_parallel_size",
     "decode_context_parallel_size",
-    "enable_lora",
     "nnodes",
     "pipeline_parallel_size",
     "prefill_context_parallel_size",

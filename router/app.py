@@ -61,6 +61,7 @@ class AppSettings:
         router: Keys and limits.
         defaults: How tokens are drawn where a request says nothing (`router.generation.sampling.read_defaults`).
         revision: The model's commit, if it has one; shown with the model.
+        adapter_names: Names of adapters that clients may ask for in the model's place.
     """
 
     model_names: tuple[str, ...]
@@ -68,6 +69,7 @@ class AppSettings:
     router: RouterConfig
     defaults: SamplingDefaults
     revision: str | None = None
+    adapter_names: tuple[str, ...] = ()
 
 
 def create_app(
@@ -106,7 +108,7 @@ def create_app(
     bodies = BodyReader(
         settings.router.max_body_bytes, timeout_s=settings.router.http_body_timeout_s
     )
-    catalog = ModelCatalog(settings.model_names, generator)
+    catalog = ModelCatalog(settings.model_names, generator, settings.adapter_names)
     output_format = detect_format(
         tokenizer.chat_template,
         tokenizer.backend.token_to_id,
@@ -175,7 +177,7 @@ def _new_app(settings: AppSettings, tenancy: Tenancy, metrics: RouterMetrics) ->
         root_path=root_path,
     )
     errors.install(app)
-    openapi.install(app, settings.model_names)
+    openapi.install(app, (*settings.model_names, *settings.adapter_names))
     return app
 
 

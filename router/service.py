@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from baton.clock import Clock, MonotonicClock
+from baton.config.lora import read_lora_modules
 from baton.config.schema import BatonConfig, RouterConfig
 from baton.errors import ConfigError
 from baton.redis_link import RefusedValues
@@ -376,6 +377,7 @@ def _app(
         router=config.router,
         defaults=loaded.defaults,
         revision=loaded.revision,
+        adapter_names=tuple(read_lora_modules(config.model.lora_modules)),
     )
     registry.register(IndexMetrics(parts.index))
     registry.register(RetryMetrics(parts.dispatcher.retry_counters, settings.model_names[0]))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.config.lora import are_lora_modules, read_lora_modules
 from baton.config.ports import MIN_PORTS, is_wildcard, parse_ports, port_of
 from baton.config.schema import BatonConfig, ClusterConfig, EngineConfig
 from baton.ids import Role
@@ -104,6 +105,11 @@ RULES: tuple[Rule, ...] = (
     *_at_least(1, "model.max_model_len"),
     Rule(path="model.seed", holds=lambda v: 0 <= v < 2**64, demand="must be from 0 to 2**64 - 1"),
     Rule(path="model.served_model_name", holds=all, demand="must not hold an empty name"),
+    Rule(
+        path="model.lora_modules",
+        holds=are_lora_modules,
+        demand="must hold NAME=PATH, and no name twice",
+    ),
     _one_of("engine.kind", ENGINES),
     _one_of("engine.device", DEVICES),
     _one_of("engine.cpu_product", CPU_PRODUCTS),
@@ -423,6 +429,8 @@ _OWN_ENGINE_ONLY = (
 def _engine_misfit(config: BatonConfig) -> str | None:
     """What the chosen engine cannot do, or None."""
     engine = config.engine
+    if (misfit := _adapters_misfit(config)) is not None:
+        return misfit
     if engine.kind != "vllm":
         return "engine.vllm needs engine.kind vllm" if engine.vllm else None
     own = EngineConfig()
@@ -431,6 +439,22 @@ def _engine_misfit(config: BatonConfig) -> str | None:
             return f"engine.{name} is of the engine baton: engine.kind is vllm"
     if config.model.quantization != "none":
         return "model.quantization is of the engine baton: give vLLM's as engine.vllm.quantization"
+    return None
+
+
+def _adapters_misfit(config: BatonConfig) -> str | None:
+    """Why the adapters cannot be served, or None."""
+    model, engine = config.model, config.engine
+    adapters = read_lora_modules(model.lora_modules)
+    if not adapters:
+        return None
+    if engine.kind != "vllm":
+        return "model.lora_modules needs engine.kind vllm"
+    if engine.vllm.get("enable_lora") is not True:
+        return "model.lora_modules needs engine.vllm.enable_lora: true"
+    for name in model.served_model_name or (model.model,):
+        if name in adapters:
+            return f"model.lora_modules: {name} is the model's own name"
     return None
 
 

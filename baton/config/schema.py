@@ -16,6 +16,8 @@ class ModelConfig:
         model: Directory or Hugging Face hub id; empty for the demo model that comes with Baton.
         revision: Hub revision to pin.
         served_model_name: Names clients may use; empty for the model's own.
+        lora_modules: LoRA adapters that are served beside the model, `NAME=PATH` each: a request asks for one by giving
+            its name as the model. With `engine.kind` vllm and `engine.vllm.enable_lora`.
         dtype: `auto`, `float32`, `float16` or `bfloat16`.
         quantization: How the matrices of the weights are held: `none` for as `dtype` says, or `int8`,
             on CPUs with AVX-512 VNNI.
@@ -26,6 +28,7 @@ class ModelConfig:
     model: str = ""
     revision: str | None = None
     served_model_name: tuple[str, ...] = ()
+    lora_modules: tuple[str, ...] = ()
     dtype: str = "auto"
     quantization: str = "none"
     max_model_len: int | None = None

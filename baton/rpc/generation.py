@@ -42,6 +42,7 @@ def prompt_to_proto(
         tenant=prompt.tenant,
         trace_parent=trace_parent,
         slo=_slo_to_proto(prompt.slo),
+        adapter=prompt.adapter,
     )
 
 
@@ -58,6 +59,7 @@ def prompt_from_proto(message: pb.GenerationRequest) -> Prompt:
         sampling=sampling_from_proto(message.sampling),
         cache_scope=message.cache_scope,
         tenant=message.tenant,
+        adapter=message.adapter,
         slo=_slo_from_proto(message.slo) if message.HasField("slo") else NO_SLO,
     )
 

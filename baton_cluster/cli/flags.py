@@ -109,6 +109,13 @@ FLAGS: tuple[Flag, ...] = (
         metavar="NAME",
         is_list=True,
     ),
+    _flag(
+        "--lora-modules",
+        path="model.lora_modules",
+        help="LoRA adapters that are served by their names, with --engine vllm",
+        metavar="NAME=PATH",
+        is_list=True,
+    ),
     _flag("--revision", path="model.revision", help="revision on the hub", metavar="REVISION"),
     _flag("--dtype", path="model.dtype", help="|".join(DTYPES), metavar="NAME"),
     _flag(

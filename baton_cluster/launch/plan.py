@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
+from baton.config.lora import read_lora_modules
 from baton.config.schema import (
     BatonConfig,
     ClusterConfig,
@@ -92,11 +93,19 @@ def resolve(config: BatonConfig, *, runtime_dir: Path, port: int, cores: int) ->
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
-    """`model` with a place and a name: the demo model if none was asked for, and an absolute path if it is one.
+    """`model` with a place and a name: the demo model if none was asked for, and an absolute path if it is one;
+    adapters with absolute paths.
 
     Raises:
         ModelLoadError: It can only be meant as a path, and there is nothing.
     """
+    modules = read_lora_modules(model.lora_modules)
+    model = replace(
+        model,
+        lora_modules=tuple(
+            f"{name}={Path(path).expanduser().absolute()}" for name, path in modules.items()
+        ),
+    )
     if not model.model:
         names = model.served_model_name or (DEMO_MODEL_NAME,)
         return replace(model, model=_demo_model(), served_model_name=names)

@@ -17,6 +17,7 @@ class EngineLimits:
         block_tokens: Tokens per page.
         num_blocks: Pages of the arena.
         vocab_size: Token ids are below this.
+        adapters: Names of the LoRA adapters that it has.
     """
 
     max_num_seqs: int
@@ -25,6 +26,7 @@ class EngineLimits:
     block_tokens: int
     num_blocks: int
     vocab_size: int
+    adapters: frozenset[str] = frozenset()
 
     @property
     def max_running(self) -> int:
@@ -52,6 +54,9 @@ class EngineLimits:
     def _malformed(self, prompt: Prompt) -> BatonError | None:
         if not prompt.prompt_tokens:
             return InvalidRequestError("the prompt is empty", param="prompt")
+        if prompt.adapter and prompt.adapter not in self.adapters:
+            message = f"this worker has no adapter {prompt.adapter}"
+            return InvalidRequestError(message, param="model")
         if min(prompt.tokens) < 0 or max(prompt.tokens) >= self.vocab_size:
             message = f"token ids must be from 0 to {self.vocab_size - 1}"
             return InvalidRequestError(message, param="prompt")

@@ -51,7 +51,9 @@ class PromptKeys:
 
     def of(self, prompt: Prompt) -> list[BlockKey]:
         """Their keys, in order."""
-        root = root_key(self._secret, scope=prompt.cache_scope, layout=self._layout)
+        root = root_key(
+            self._secret, scope=prompt.cache_scope, layout=self._layout, adapter=prompt.adapter
+        )
         size = self._layout.block_tokens
         return chain_keys(self._secret, root, prompt.tokens[: self.count(prompt) * size], size)
 

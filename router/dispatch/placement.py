@@ -231,7 +231,8 @@ class Placement:
             named = request.session.encode()
         else:
             first = array("I", request.prompt.prompt_tokens[:_SESSION_TOKENS])
-            named = request.prompt.cache_scope.encode() + b"/" + first.tobytes()
+            prompt = request.prompt
+            named = f"{prompt.cache_scope}/{prompt.adapter}/".encode() + first.tobytes()
         return int.from_bytes(blake2b(named, digest_size=7).digest())
 
     def _held_tokens(self, request: RequestState, now_s: float) -> Mapping[int, int]:

@@ -226,6 +226,7 @@ class RequestPlanner:
             sampling=sampling,
             cache_scope=narrow_scope(tenant.cache_scope, body.cache_salt),
             tenant=tenant.tenant_id,
+            adapter=self._catalog.adapter_of(context.account.model),
         )
 
 

@@ -42,6 +42,7 @@ class Models:
             id=name,
             created=self._created_s,
             root=self._catalog.own_name,
+            parent=self._catalog.own_name if self._catalog.adapter_of(name) else None,
             revision=self._revision,
             max_model_len=None if model is None else model.max_model_len,
         )

@@ -260,7 +260,7 @@ class CompletionChunk(BaseModel):
 
 class ModelCard(BaseModel):
     """A name that requests may give as `model`. `revision` is the commit that is served,
-    where the model is the hub's.
+    where the model is the hub's; `parent` the model that an adapter belongs to.
     """
 
     id: str
@@ -268,7 +268,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "baton"
     root: str
-    parent: None = None
+    parent: str | None = None
     revision: str | None = None
     max_model_len: int | None
 

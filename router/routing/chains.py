@@ -62,7 +62,7 @@ class PromptHasher:
 
 def _keys(secret: bytes, prompt: Prompt, layout: KvLayout) -> Iterator[bytes]:
     """Keys of the prompt's full blocks, some at a time, one after the other."""
-    parent = root_key(secret, scope=prompt.cache_scope, layout=layout)
+    parent = root_key(secret, scope=prompt.cache_scope, layout=layout, adapter=prompt.adapter)
     step = _BLOCKS_AT_ONCE * layout.block_tokens
     for begin in range(0, len(prompt.prompt_tokens), step):
         tokens = prompt.prompt_tokens[begin : begin + step]

@@ -82,6 +82,7 @@ TOKENS = st.lists(COUNT, max_size=5).map(tuple)
         samples=TOKENS,
         sampling=SAMPLING,
         cache_scope=st.text(max_size=5),
+        adapter=st.text(max_size=5),
         slo=TARGETS,
     )
 )

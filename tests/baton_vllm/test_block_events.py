@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import pytest
+
 from baton.hashing import chain_keys, root_key
 from baton.ids import LayerName
 from baton.layout import KvLayout
@@ -27,6 +29,7 @@ class BlockStored:
     block_size: int = 2
     extra_keys: list[tuple[str, ...] | None] | None = None
     group_idx: int = 0
+    lora_name: str | None = None
 
 
 @dataclass
@@ -40,8 +43,9 @@ class AllBlocksCleared:
     pass
 
 
-def keys(tokens: list[int], scope: str = ""):
-    return tuple(chain_keys(SECRET, root_key(SECRET, scope=scope, layout=LAYOUT), tokens, 2))
+def keys(tokens: list[int], scope: str = "", adapter: str = ""):
+    root = root_key(SECRET, scope=scope, layout=LAYOUT, adapter=adapter)
+    return tuple(chain_keys(SECRET, root, tokens, 2))
 
 
 def test_a_text_has_the_names_that_the_router_gives_it():
@@ -56,6 +60,18 @@ def test_a_text_has_the_names_that_the_router_gives_it():
 
 def test_tenants_have_names_of_their_own():
     assert keys([1, 2], "a") != keys([1, 2], "b")
+
+
+@pytest.mark.parametrize(("extra", "scope"), [(("sql",), ""), (("sql", "tenant"), "tenant")])
+def test_an_adapters_blocks_have_names_of_their_own_in_each_scope(extra, scope):
+    names = BlockNames(SECRET, LAYOUT)
+    names.add(
+        [BlockStored([10, 11], None, [1, 2, 3, 4], extra_keys=[extra, ("sql",)], lora_name="sql")]
+    )
+    changes = names.take()
+    assert changes is not None
+    assert changes.stored == keys([1, 2, 3, 4], scope, "sql")
+    assert {*changes.stored}.isdisjoint(keys([1, 2, 3, 4], scope))
 
 
 def test_a_block_that_two_pages_hold_goes_with_the_second():

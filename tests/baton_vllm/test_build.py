@@ -13,7 +13,9 @@ from baton_vllm import build
 from baton_vllm.settings import missing
 from kv_transfer.memory.arena import WorkerMemory
 from prefill_worker.sink import TransferSink
+from tests.baton_engine.tiny_models import make_model as make_tiny
 from tests.baton_vllm.families import make_model
+from tests.baton_vllm.lora import make_adapter
 
 pytestmark = [
     pytest.mark.vllm,
@@ -37,10 +39,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def refused(model: Path, dtype: str = "float32", **engine: object) -> BatonError:
+def refused(
+    model: Path, dtype: str = "float32", adapters: tuple[str, ...] = (), **engine: object
+) -> BatonError:
     with pytest.raises(BatonError) as caught:
         build.build_vllm_engine(
-            ModelConfig(model=str(model), dtype=dtype),
+            ModelConfig(model=str(model), dtype=dtype, lora_modules=adapters),
             EngineConfig(kind="vllm", kv_cache_memory_bytes=32 << 20, **engine),  # type: ignore[arg-type]
             role=Role.HYBRID,
             secret=bytes(32),
@@ -96,3 +100,23 @@ def test_a_precision_that_a_quantisation_cannot_be_computed_in_is_refused(
 def test_latent_attention_is_refused_on_a_cpu(tmp_path: Path) -> None:
     make_model("deepseek-v2-latent", tmp_path)
     assert "latent attention is not served on CPUs" in str(refused(tmp_path))
+
+
+def test_adapters_that_vllm_cannot_serve_are_refused_by_their_names(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    wider = make_tiny(tmp_path / "other" / "model", "llama", hidden_size=96)
+    fits = f"fits={make_adapter(tmp_path / 'fits', model, seed=1)}"
+    high = f"high={make_adapter(tmp_path / 'high', model, seed=1, rank=32)}"
+    anothers = f"anothers={make_adapter(tmp_path / 'anothers', wider, seed=1)}"
+    settings = {"enforce_eager": True, "enable_lora": True}
+
+    missing_one = refused(model, adapters=(fits, f"gone={tmp_path}/gone"), vllm=settings)
+    too_high = refused(model, adapters=(fits, high), vllm=settings)
+    of_another = refused(model, adapters=(fits, anothers), vllm=settings)
+
+    assert isinstance(missing_one, ConfigError)
+    assert str(missing_one).startswith("model.lora_modules.gone: there is no directory")
+    assert "high: its rank is 32, engine.vllm.max_lora_rank is 16" in str(too_high)
+    assert str(of_another).startswith("model.lora_modules.anothers: vLLM cannot load it: ")

@@ -33,6 +33,7 @@ FACTS = {
     "attention": "CPU_ATTN",
     "processor": "AVX512",
     "pages": "LBHNC",
+    "adapters": "4321",
 }
 
 
@@ -126,6 +127,7 @@ def test_a_worker_of_our_engine_and_one_with_vllm_refuse_each_other_by_field(of_
         ("attention", "TORCH_SDPA"),
         ("processor", "AVX2"),
         ("pages", "NHD"),
+        ("adapters", "89ab"),
     ],
 )
 def test_two_vllms_that_mean_other_bytes_refuse_each_other_and_both_are_named(fact, other):

@@ -48,6 +48,14 @@ def test_samples_are_requests_with_seeds_of_their_own_and_one_asks_for_the_promp
     assert [each.params["prompt_logprobs"] for each in requests] == [2, None, None]
 
 
+def test_every_request_of_an_adapters_prompt_names_it():
+    prompt = replace(prompt_of(), adapter="sql", samples=(0, 1))
+    requests = [*core_requests(SEQ, prompt), prefill_request(SEQ, prompt)]
+    requests += receive_requests(SEQ, prompt)
+    assert [each.adapter for each in requests] == ["sql"] * 5
+    assert [each.adapter for each in core_requests(SEQ, prompt_of())] == [""]
+
+
 def test_a_resumed_stream_is_prompt_and_output_and_what_is_left():
     prompt = replace(prompt_of(max_tokens=8, min_tokens=1, seed=9), output_tokens=(4, 5))
     (request,) = core_requests(SEQ, prompt)

@@ -5,6 +5,7 @@ from importlib import metadata
 import pytest
 
 from baton.config.load import load
+from baton.config.lora import read_lora_modules
 from baton.config.setting import Setting
 from baton.errors import ConfigError
 from baton_vllm import settings
@@ -51,6 +52,34 @@ def test_a_setting_that_is_not_the_operators_is_refused_by_its_name(name, says):
 def test_what_vllm_cannot_do_here_is_refused_when_the_configuration_is_read(given, says):
     with pytest.raises(ConfigError, match=says):
         config_of(**{"engine__kind": "vllm", "cluster__hybrid_workers": 1} | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "model.lora_modules needs engine.vllm.enable_lora: true"),
+        ({"engine__kind": "baton"}, "model.lora_modules needs engine.kind vllm"),
+        (
+            {"engine__vllm": {"enable_lora": True}, "model__served_model_name": ("sql",)},
+            "model.lora_modules: sql is the model's own name",
+        ),
+    ],
+)
+def test_adapters_need_vllm_its_setting_and_names_of_their_own(given, says):
+    asked = {"engine__kind": "vllm", "cluster__hybrid_workers": 1}
+    asked |= {"model__lora_modules": ("code=/a", "sql=/b=c")}
+    with pytest.raises(ConfigError, match=says):
+        config_of(**asked | given)
+    config = config_of(**asked | {"engine__vllm": {"enable_lora": True}})
+    assert read_lora_modules(config.model.lora_modules) == {"code": "/a", "sql": "/b=c"}
+
+
+@pytest.mark.parametrize("entries", [("sql",), ("=/a",), ("sql=",), ("sql=/a", "sql=/b")])
+def test_an_adapter_without_a_name_or_a_place_or_with_anothers_name_is_refused(entries):
+    with pytest.raises(ConfigError, match="lora_modules: must hold NAME=PATH, and no name twice"):
+        config_of(model__lora_modules=entries, engine__kind="vllm")
+    with pytest.raises(ConfigError, match=r"NAME=PATH|two adapters are named sql"):
+        read_lora_modules(entries)
 
 
 def test_vllms_settings_need_vllm():

@@ -81,6 +81,7 @@ async def serve(
     parts: dict[str, Any] | None = None,
     decisions: DecisionLog | None = None,
     revision: str | None = None,
+    adapter_names: tuple[str, ...] = (),
     chat_template: str = CHAT_TEMPLATE,
     clock: Clock | None = None,
     **router: Any,
@@ -95,6 +96,7 @@ async def serve(
         router=RouterConfig(**router),
         defaults=defaults or SamplingDefaults(),
         revision=revision,
+        adapter_names=adapter_names,
     )
     directory = directory or TenantDirectory(
         settings.router.api_keys, replace(ANONYMOUS, cache_scope="tenant")

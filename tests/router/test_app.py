@@ -25,6 +25,22 @@ async def test_models_are_listed_and_found_by_each_of_their_names():
         assert (await served.http.get("/v1/models/org/other")).status_code == 404
 
 
+async def test_an_adapter_is_asked_for_by_its_name_in_the_models_place():
+    async with serve(adapter_names=("sql",)) as served:
+        listed = (await served.http.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["parent"]) for card in listed] == [
+            ("tiny", None),
+            ("tiny-alias", None),
+            ("sql", "tiny"),
+        ]
+        for name in ("sql", "tiny-alias", ""):
+            reply = await served.complete(model=name)
+            assert reply.json()["model"] == (name or "tiny")
+        asked = [request.prompt.adapter for request in served.generator.requests]
+        assert asked == ["sql", "", ""]
+        assert (await served.complete(model="code")).status_code == 404
+
+
 async def test_tokenizing_and_back_gives_the_same_text():
     async with serve() as served:
         body = {"model": MODEL, "prompt": "hello 你好", "return_token_strs": True}

@@ -505,6 +505,7 @@ class GenerationRequest(_message.Message):
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     leg_id: _builtins.int
     request_id: _builtins.str
     """for logs and traces only, never a key"""
@@ -518,6 +519,8 @@ class GenerationRequest(_message.Message):
     """the request's own span in W3C's form; empty when it is not traced"""
     tenant: _builtins.str
     """billed for the blocks that the pool keeps of it"""
+    adapter: _builtins.str
+    """name of the LoRA adapter; empty for the model alone"""
     @_builtins.property
     def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """sample indices, each with its own random stream"""
@@ -541,10 +544,11 @@ class GenerationRequest(_message.Message):
         trace_parent: _builtins.str = ...,
         tenant: _builtins.str = ...,
         slo: Global___SloTargets | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "leg_id", b"leg_id", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "slo", b"slo", "tenant", b"tenant", "trace_parent", b"trace_parent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_scope", b"cache_scope", "leg_id", b"leg_id", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "slo", b"slo", "tenant", b"tenant", "trace_parent", b"trace_parent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

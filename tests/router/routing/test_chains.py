@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 from baton.blocks import joined
 from baton.generation import Prompt, SamplingParams
@@ -32,6 +33,16 @@ def test_a_chain_that_is_hashed_in_steps_is_the_same():
         root = root_key(SECRET, scope="t", layout=layout)
         whole = chain_keys(SECRET, root, prompt.prompt_tokens, layout.block_tokens)
         assert chain_of(SECRET, prompt, layout) == fingerprints_of(joined(whole))
+
+
+def test_an_adapters_prompt_shares_no_block_with_the_models():
+    ((_, layout),) = _view().layouts().items()
+    plain = _prompt(4 * layout.block_tokens)
+    chains = [
+        chain_of(SECRET, replace(plain, adapter=name), layout) for name in ("", "sql", "code")
+    ]
+    assert all(len(chain) == 4 for chain in chains)
+    assert len({fingerprint for chain in chains for fingerprint in chain}) == 12
 
 
 async def test_the_loop_runs_while_long_prompts_are_hashed_and_each_has_its_turn():
