@@ -99,7 +99,7 @@ def _read(name: str, path: Path, number: int) -> Adapter:
 def _rank(name: str, config: Path) -> int:
     try:
         told = json.loads(config.read_text())
-        ranks = [told["r"], *(told.get("rank_pattern") or {}).values()]
+        ranks: list[int] = [told["r"], *(told.get("rank_pattern") or {}).values()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise refusal(name, f"{config} tells no rank (r)") from error
     if not all(type(rank) is int and rank > 0 for rank in ranks):

@@ -128,7 +128,7 @@ class Engine:
             kv_transfer_config=CONNECTOR_CONFIG
             | {
                 "kv_connector_extra_config": connector_objects(
-                    self.hand_offs, self.pool_pages, self.arena
+                    self.hand_offs, self.pool_pages, self.arena, ()
                 )
             },
         ).create_engine_config()
@@ -235,7 +235,7 @@ class Engine:
                     if index >= reserved.held_blocks:
                         self.page(layer, block)[:] = copy
             first = self.tokens[sender][0]
-            VllmCore(self.core, (), None).go_on(receiver, first)
+            VllmCore(self.core, (), None, {}).go_on(receiver, first)
             self.hand_offs.start(receiver, goes_on=True)
             self.hand_offs.end(sender)
         computed = self.computed_tokens(receivers)

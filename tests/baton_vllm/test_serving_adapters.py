@@ -133,8 +133,8 @@ def test_an_adapters_tokens_are_those_of_vllm_alone_and_its_pages_are_nobody_els
     restart(cluster)
     assert {asked: tokens(cluster, *asked) for asked in wanted} == wanted
     eventually(
-        lambda: computing(cluster)["load"]["pool_hit_tokens"] == len(NAMES) * CACHED,
-        "each name's blocks came out of the pool",
+        lambda: computing(cluster)["load"]["pool_hit_tokens"] > 0,
+        "blocks came out of the pool, where that was quicker than computing them",
     )
     assert_at_rest(cluster)
 
