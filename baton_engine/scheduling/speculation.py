@@ -38,7 +38,7 @@ repeat itself. Each time that it does not pay again twice as many pass, up to th
 good as before for one text if it is for another, one is computed after so many steps, whichever text it is for.
 """
 
-_PAYS_OFF, _ALL_PAY_OFF = 1.5, 1.1
+_PAYS_OFF, _ALL_PAY_OFF = 1.2, 1.1
 """A draft has to bring so many times the tokens per second that there are without it, and a step with all its drafts so
 many times those of one without any: what is known of chances and costs errs.
 """
