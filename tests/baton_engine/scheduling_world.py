@@ -33,16 +33,23 @@ SECRET = bytes(32)
 Told = TypeVar("Told", PrefillStarted, PromptComputed, Reserved, Sampled, Released, Failed)
 
 
-def limits(**changes: int) -> EngineLimits:
-    values = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 200,
-        "block_tokens": 4,
-        "num_blocks": 64,
-        "vocab_size": 1000,
-    }
-    return EngineLimits(**(values | changes))
+def limits(
+    *,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 200,
+    block_tokens: int = 4,
+    num_blocks: int = 64,
+    vocab_size: int = 1000,
+) -> EngineLimits:
+    return EngineLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_tokens=block_tokens,
+        num_blocks=num_blocks,
+        vocab_size=vocab_size,
+    )
 
 
 def layout(block_tokens: int, *, drafter: str = "") -> KvLayout:
