@@ -249,14 +249,15 @@ def test_what_one_step_freed_is_not_mapped_again_for_the_next() -> None:
     def take_and_free(size: int) -> None:
         for _ in range(20):
             before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-            held = [np.empty(size >> 1, np.uint8) for _ in range(3)]
+            # For less than 4 MiB numpy asks for no huge pages, whose faults are few.
+            held = [np.empty(size, np.uint8) for _ in range(3)]
             for array in held:
                 array.fill(1)
             del array, held
             faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
 
     keep_freed_memory()
-    thread = Thread(target=take_and_free, args=(8 << 20,))  # with a heap of its own, as the engine
+    thread = Thread(target=take_and_free, args=(3 << 20,))  # with a heap of its own, as the engine
     thread.start()
     join(thread)
     assert faults[0] > 1000

@@ -254,7 +254,9 @@ def test_compiled_for_amx_the_kernel_is_its_instructions(tmp_path):
         pytest.skip("not x86-64, or no objdump")
     known = "#if !__has_include(<amxbf16intrin.h>)\n#error\n#endif\n"
     asked = [COMPILER, "-fsyntax-only", "-x", "c++", "-"]
-    told = subprocess.run(asked, input=known, text=True, capture_output=True, check=False)
+    told = subprocess.run(
+        asked, input=known, text=True, capture_output=True, check=False, timeout=60
+    )
     if told.returncode != 0:
         pytest.skip("the compiler knows no AMX")
     kernel = (native.ROOT / native.CPU_KERNELS.path).parent / "matmul_bfloat16_tiles.cpp"
