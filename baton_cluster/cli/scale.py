@@ -65,7 +65,7 @@ def read_counts(words: Sequence[str]) -> dict[str, int]:
             raise ConfigError(f"{word}: {pool} is given twice")
         if not re.fullmatch("[0-9]+", number) or int(number) > _MOST:
             raise ConfigError(
-                f"{word}: the number of {pool} workers must be a whole number of at least 0"
+                f"{word}: the number of {pool} workers must be a whole number from 0 to {_MOST}"
             )
         counts[pool] = int(number)
     return counts

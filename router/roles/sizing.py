@@ -162,9 +162,8 @@ class WorkerCountPlanner:
             f"one {role.value} worker more: pressure {pressure:.2f} of {workers},"
             f" {look.pressure(role, workers + 1):.2f} is predicted for {workers + 1}, and no change of a role helps"
         )
-        return self._due(
-            look, role.value, 1, why, now_s
-        )  # an average that is too low delays it, no more
+        # Not after a warm-up: an average that is too low so far delays it, no more.
+        return self._due(look, role.value, 1, why, now_s)
 
     def _fewer(
         self, look: SizingLook, counts: Mapping[Role, int], total: int, now_s: float
