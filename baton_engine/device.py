@@ -81,6 +81,11 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def is_through(device: torch.device) -> bool:
+    """Whether `device` is through with all that this thread's stream was given."""
+    return device.type != "cuda" or torch.cuda.current_stream(device).query()
+
+
 def weigh_gpu(device: torch.device) -> int:
     """Bytes of memory that the GPU has in all."""
     return int(torch.cuda.get_device_properties(device).total_memory)

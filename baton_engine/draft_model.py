@@ -23,6 +23,7 @@ from baton_engine.models.decoder import Decoder, HiddenObserver, LayerHooks
 from baton_engine.models.inputs import InputBuilder
 from baton_engine.models.prepare import prepare_decoder
 from baton_engine.sampling.draws import choose_draw
+from baton_engine.sampling.masks import begin_masks
 from baton_engine.sampling.sampler import Draws, Sampler
 from baton_engine.scheduling.plan import NO_TOKEN, DraftPlan, DraftRow, Row
 from baton_engine.scheduling.request import State
@@ -87,6 +88,7 @@ class DraftModel:
 
     def _draw(self, rows: list[Row]) -> list[int]:
         """One token behind each of the rows that draw."""
+        begin_masks(rows)
         drawing = [row for row in rows if row.samples]
         draws: Draws | None = None
         if self._graphs is not None and self._graphs.takes_rows(rows):
@@ -96,7 +98,7 @@ class DraftModel:
             hidden = self._model.hidden(self._inputs.build(rows), self._pages)
             if drawing:
                 draws = self._sampler.sample(self._model.head(hidden), drawing)
-        return [] if draws is None else draws.read()[0]
+        return [] if draws is None else draws.known()
 
 
 def draw_drafts(plan: DraftPlan, draw: Callable[[list[Row]], list[int]]) -> list[list[int]]:

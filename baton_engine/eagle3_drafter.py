@@ -19,6 +19,7 @@ from baton_engine.models.eagle3 import Eagle3Head, FusedHidden
 from baton_engine.models.inputs import InputBuilder
 from baton_engine.models.prepare import prepare_eagle3
 from baton_engine.sampling.draws import choose_draw
+from baton_engine.sampling.masks import begin_masks
 from baton_engine.sampling.sampler import Sampler
 from baton_engine.scheduling.plan import DraftPlan, Row
 from baton_engine.scheduling.request import State
@@ -104,6 +105,7 @@ class Eagle3Drafter:
         """One token behind each of the rows that draw: in the first pass from what the model held,
         then from what the head gave itself.
         """
+        begin_masks(rows)
         step = self._inputs.build(rows)
         if any(row.draft for row in rows):
             places = [self._place_of[id(row.seq)] for row in rows]
@@ -115,7 +117,7 @@ class Eagle3Drafter:
         self._place_of = dict(zip((id(row.seq) for row in drawing), count(), strict=False))
         if not drawing:
             return []
-        return self._sampler.sample(self._head.logits(out), drawing).read()[0]
+        return self._sampler.sample(self._head.logits(out), drawing).known()
 
     def _read(self, step: DecoderInput) -> torch.Tensor:
         """What the model held at the places of a step, `[num_tokens, hidden]`."""

@@ -1,7 +1,7 @@
-"""Holds outputs to grammars, by llguidance: compiles what a request brings, and says at each step which tokens may come
-next.
+"""Holds outputs to grammars, by llguidance: compiles what a request brings. A `MatcherConstraint` says at each step
+which tokens may come next.
 
-    compile (threads of its own)       accept (engine loop)        fill (while the model computes the next scores)
+    compile (threads of its own)       accept (engine loop)        find (while the model computes the next scores)
     grammar, output so far  ────────▶  each drawn token  ────────▶  one bit per token of the vocabulary
 
 A grammar is compiled once and kept; each sample has a copy of its own that shares what was compiled. What a copy has
@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
@@ -21,141 +22,16 @@ from time import perf_counter
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
-from numpy.typing import NDArray
 
 from baton.config.schema import GrammarConfig
-from baton.errors import BatonError, EngineError, InvalidRequestError, ModelLoadError
+from baton.errors import BatonError, EngineError, ModelLoadError
 from baton.generation import Prompt
-from baton.grammar import parser_limits, reason_of
+from baton.grammar import parser_limits
 from baton.pretrained import read_tokenizer
+from baton_engine.matcher import CompiledGrammar, MaskThreads, MatcherConstraint, refusal_of
 from baton_engine.ports import GrammarCounts, TokenConstraint
 
 logger = logging.getLogger(__name__)
-
-
-class MatcherConstraint:
-    """A `TokenConstraint` by one of llguidance's matchers. Nothing is raised: whatever goes wrong is its `fault`.
-
-    Args:
-        matcher: Has read the sample's output so far.
-        vocab_size: Of the matcher's tokenizer.
-        counts: Of the worker.
-        forget: Takes the grammar out of those that are kept compiled: copies of a matcher share what its lexer has
-            found, up to a limit, and where that is used up the next request has to begin anew.
-        of_draft: Whether it has read guessed tokens too: then its faults are nobody's yet, and are not counted.
-    """
-
-    __slots__ = (
-        *("_counts", "_fault", "_forget", "_mask_bytes", "_matcher"),
-        *("_of_draft", "_vocab_size"),
-    )
-
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        vocab_size: int,
-        counts: GrammarCounts,
-        forget: Callable[[], None],
-        *,
-        of_draft: bool = False,
-    ) -> None:
-        self._matcher = matcher
-        self._forget = forget
-        self._vocab_size = vocab_size
-        self._mask_bytes = 4 * -(-vocab_size // 32)
-        self._counts = counts
-        self._of_draft = of_draft
-        self._fault: BatonError | None = None
-
-    def accept(self, token: int) -> None:
-        """See TokenConstraint."""
-        if self._fault is not None:
-            return
-        try:
-            self._matcher.consume_token(token)
-        except BaseException as error:  # noqa: BLE001 - a panic of Rust's is no Exception
-            self._break(error)
-
-    def fork(self) -> "MatcherConstraint":
-        """See TokenConstraint. A copy that cannot be made is one with a fault, which ends its own request."""
-        return self._copy(of_draft=self._of_draft)
-
-    def fork_for_draft(self, token: int) -> "MatcherConstraint":
-        """See TokenConstraint."""
-        forked = self._copy(of_draft=True)
-        forked.accept(token)
-        return forked
-
-    def fill(self, bits: NDArray[np.uint32]) -> None:
-        """See TokenConstraint. Written in place where the tokenizer knows no more tokens than the
-        model has scores for.
-        """
-        if self._fault is not None:
-            bits[:] = 0
-            return
-        begun_s = perf_counter()
-        try:
-            if bits.nbytes == self._mask_bytes:
-                self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, self._mask_bytes)
-            else:
-                bits[:] = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(bits)]
-        except BaseException as error:  # noqa: BLE001 - likewise
-            self._break(error)
-        self._counts.masks += 1
-        self._counts.mask_s += perf_counter() - begun_s
-
-    def num_allowed(self, tokens: Sequence[int]) -> int:
-        """See TokenConstraint."""
-        if self.fault is not None:
-            return 0
-        try:
-            return self._matcher.validate_tokens(list(tokens))
-        except BaseException as error:  # noqa: BLE001 - likewise
-            self._break(error)
-            return 0
-
-    @property
-    def fault(self) -> BatonError | None:
-        """See TokenConstraint."""
-        if self._fault is None:
-            try:
-                if self._matcher.is_error():
-                    self._end_with(_not_held(self._matcher))
-            except BaseException as error:  # noqa: BLE001 - likewise
-                self._break(error)
-        return self._fault
-
-    def _copy(self, *, of_draft: bool) -> "MatcherConstraint":
-        try:
-            matcher = self._matcher.deep_copy()
-        except BaseException as error:  # noqa: BLE001 - likewise
-            copy = self._over(self._matcher, of_draft=of_draft)
-            copy._break(error)  # from here on it does not touch the matcher, which is another's
-            return copy
-        copy = self._over(matcher, of_draft=of_draft)
-        copy._fault = self._fault
-        return copy
-
-    def _over(self, matcher: LLMatcher, *, of_draft: bool) -> "MatcherConstraint":
-        return MatcherConstraint(
-            matcher, self._vocab_size, self._counts, self._forget, of_draft=of_draft
-        )
-
-    def _break(self, error: BaseException) -> None:
-        logger.error("a matcher broke", exc_info=error)
-        if self._fault is None:
-            self._end_with(EngineError(f"the grammar's matcher broke: {type(error).__name__}"))
-
-    def _end_with(self, fault: BatonError) -> None:
-        self._fault = fault
-        if not self._of_draft:
-            self._counts.faults += 1
-            self._forget()
-
-
-def _not_held(matcher: LLMatcher) -> InvalidRequestError:
-    reason = reason_of(matcher.get_error())
-    return InvalidRequestError(f"the output cannot be held to its grammar: {reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -231,8 +107,9 @@ class MatcherCompiler:
         self._tokenizer = tokenizer
         self._limits = parser_limits(config)
         self._max_kept = config.max_compiled
-        self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[LLMatcher, CompiledGrammar]] = OrderedDict()
         self.counts = GrammarCounts()
+        self._masks = MaskThreads()
         self._lock = Lock()
         self._num_threads = config.threads
         self._num_working = 0
@@ -252,8 +129,13 @@ class MatcherCompiler:
             self._num_working += 1
         self._pool.submit(self._work)
 
+    def find_masks_beside(self, told: Callable[[], None]) -> None:
+        """See GrammarCompiler."""
+        self._masks.start(told)
+
     def close(self) -> None:
         """See GrammarCompiler."""
+        self._masks.close()
         with self._lock:
             self._waiting.clear()
             self._compiling.clear()
@@ -305,41 +187,46 @@ class MatcherCompiler:
 
     def _constraint(self, job: _Job) -> TokenConstraint | BatonError:
         prompt = job.prompt
-
-        def forget() -> None:
-            with self._lock:
-                self._kept.pop(job.digest, None)
-
         is_kept = True
         while is_kept:
-            matcher, is_kept = self._matcher(prompt.sampling.grammar, job.digest)
+            matcher, grammar, is_kept = self._matcher(prompt.sampling.grammar, job.digest)
             for token in prompt.output_tokens:
                 matcher.consume_token(token)
             # The first mask, here already: a grammar too complex for it is refused before any step computes for it.
-            matcher.compute_bitmask()
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
             if not matcher.is_error():
-                return MatcherConstraint(matcher, self._tokenizer.vocab_size, self.counts, forget)
-            forget()  # one that was kept may have been used up by others
-        return _not_held(matcher)
+                return MatcherConstraint(matcher, grammar, mask)
+            grammar.forget()  # one that was kept may have been used up by others
+        return refusal_of(matcher)
 
-    def _matcher(self, grammar: str, digest: bytes) -> tuple[LLMatcher, bool]:
-        """A fresh copy, at the beginning of an output; and whether of a matcher that was kept."""
+    def _matcher(self, text: str, digest: bytes) -> tuple[LLMatcher, CompiledGrammar, bool]:
+        """A fresh copy, at the beginning of an output; its grammar; and whether that was kept."""
         with self._lock:
             if (kept := self._kept.get(digest)) is not None:
                 self._kept.move_to_end(digest)
                 self.counts.found += 1
-                return kept.deep_copy(), True
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+                return kept[0].deep_copy(), kept[1], True
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        grammar = CompiledGrammar(
+            vocab_size=self._tokenizer.vocab_size,
+            counts=self.counts,
+            threads=self._masks,
+            forget=partial(self._forget, digest),
+        )
         if matcher.is_error():
-            return matcher, False
+            return matcher, grammar, False
         copy = matcher.deep_copy()
         with self._lock:
             self.counts.compiled += 1
-            self._kept[digest] = matcher
+            self._kept[digest] = matcher, grammar
             if len(self._kept) > self._max_kept:
                 self._kept.popitem(last=False)
                 self.counts.evicted += 1
-        return copy, False
+        return copy, grammar, False
+
+    def _forget(self, digest: bytes) -> None:
+        with self._lock:
+            self._kept.pop(digest, None)
 
 
 def load_compiler(

@@ -82,6 +82,11 @@ class _Compiled:
     grammar: CompilingGrammar
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MaskFound:
+    """A sequence that sat out need not any longer."""
+
+
 class StepTimes:
     """Measures every step, and remembers the last one that did nothing but decode. A draft counts there as a sequence:
     it costs what a decode does.
@@ -158,7 +163,7 @@ class EngineLoop:
         self._clock = clock
         self._grammars = grammars
         self._compiling: dict[SeqId, Command] = {}
-        self._inbox: SimpleQueue[Command | _Compiled | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Command | _Compiled | _MaskFound | None] = SimpleQueue()
         self._runs_ahead = ahead
         self._next: _Begun | None = None
         self._times = StepTimes()
@@ -166,6 +171,8 @@ class EngineLoop:
         self._failure: BaseException | None = None
         self._is_closing = False
         self._block_sink: BlockSink | None = None
+        if grammars is not None:
+            grammars.find_masks_beside(partial(self._inbox.put, _MaskFound()))
 
     def connect_pool(self, source: KvSource, block_sink: BlockSink) -> None:
         """Blocks are fetched from `source` and given to `block_sink` from now on. Before `run`."""
@@ -315,10 +322,12 @@ class EngineLoop:
             events += self._take(command)
         return events
 
-    def _take(self, command: Command | _Compiled | None) -> list[SeqEvent]:
+    def _take(self, command: Command | _Compiled | _MaskFound | None) -> list[SeqEvent]:
         match command:
             case None:
                 self._is_closing = True
+                return []
+            case _MaskFound():
                 return []
             case _Compiled():
                 return self._take_compiled(command)

@@ -116,17 +116,31 @@ class TokenConstraint(Protocol):
         unless the text comes to it.
         """
 
+    def begin(self, *, late: bool = False) -> None:
+        """Starts to find which tokens may come next, on another thread; nothing where that is known, or is not done
+        beside the caller.
+
+        Args:
+            late: No step waits for it: the engine is told once it is known (`GrammarCompiler.find_masks_beside`), also
+                where it was begun before.
+        """
+
+    def finding(self, within_s: float = 0.0) -> bool:
+        """Whether that was begun and is not known yet. If `late` the answer is there at once; otherwise it waits so
+        long. Until it is known, nothing else but `begin` and `fault` may be called.
+        """
+
     def fill(self, bits: NDArray[np.uint32]) -> None:
         """Writes which tokens may come next, one bit each, lowest first;
-        the ends of a text are among them where it is complete.
+        the ends of a text are among them where it is complete. Finds them where that was not begun.
 
         Args:
             bits: `[vocab / 32]`, contiguous.
         """
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """With how many leading ones of `tokens`, none of which ends a text, the sample could go on.
-        Changes nothing.
+        """With how many leading ones of `tokens`, none of which ends a text, the sample could go on; fewer where to find
+        out would take long. Changes nothing.
         """
 
     @property
@@ -170,6 +184,7 @@ class GrammarCounts:
         compile_s: Seconds that compiling took, refused ones too.
         masks: Masks that were found for steps.
         mask_s: Seconds that they took.
+        late: Those for which no step waited, since they took long.
         faults: Samples that could not go on, in the middle of their output.
     """
 
@@ -180,6 +195,7 @@ class GrammarCounts:
     compile_s: float = 0.0
     masks: int = 0
     mask_s: float = 0.0
+    late: int = 0
     faults: int = 0
 
 
@@ -202,6 +218,13 @@ class SpeculationCounts:
 
 class GrammarCompiler(Protocol):
     """Makes constraints of grammars, in threads of its own, for which tenants take turns."""
+
+    def find_masks_beside(self, told: Callable[[], None]) -> None:
+        """From now on masks are found on threads beside the engine's.
+
+        Args:
+            told: Called on one of these when a mask is known that a step went on without.
+        """
 
     def compile(self, prompt: Prompt, done: Callable[[TokenConstraint | BatonError], None]) -> None:
         """Calls `done`, on any thread, with the constraint of a prompt's output after its `output_tokens`,

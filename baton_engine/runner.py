@@ -20,6 +20,7 @@ from baton_engine.models.prepare import prepare_decoder
 from baton_engine.ports import KvSource, LayerSink
 from baton_engine.sampling.draws import choose_draw
 from baton_engine.sampling.logprobs import PromptScorer
+from baton_engine.sampling.masks import begin_masks
 from baton_engine.sampling.sampler import Draws, Sampler
 from baton_engine.scheduling.plan import (
     NO_TOKEN,
@@ -104,12 +105,15 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Launched:
         """See StepRunner. On a CPU all but draws that wait for tokens is computed before this returns."""
         with _named(plan), computing_on(self._model.device):
+            waits_for_tokens = _waits_for_tokens(plan)
+            if not waits_for_tokens:
+                begin_masks(plan.rows)
             before, self._last = self._last, None  # a step that breaks off leaves none
             step = self._launch(plan, self._unseen(plan, before))
             if still_compiling(plan.rows):
                 # Until the scores are there the grammar has time: nothing waits for it longer than for them.
                 wait_for(self._model.device)
-            if not _waits_for_tokens(plan):
+            if not waits_for_tokens:
                 step.draws  # noqa: B018 - drawn at once
         self._last = step
         return partial(self._collect, step)
@@ -189,7 +193,7 @@ class _UnderWay:
         fetched: How its fetches went.
 
     Attributes:
-        undrawn: Rows whose grammars are still compiled, known with `draws`.
+        undrawn: Rows whose grammars are still compiled, or whose masks are late, known with `draws`.
     """
 
     def __init__(
@@ -210,9 +214,17 @@ class _UnderWay:
         """What it draws, drawn when this is first read."""
         if self._sample is None:
             return None
-        self.undrawn = still_compiling(self.plan.rows)
+        rows = self.plan.rows
+        begin_masks(
+            rows
+        )  # nothing but those of a step that was launched before its tokens were known
+        compiling = still_compiling(rows)
         draws = self._sample()
         self._sample = None  # it holds the scores
+        self.undrawn = compiling
+        if draws.late:
+            drawing = [place for place, row in enumerate(rows) if row.samples]
+            self.undrawn += tuple(drawing[place] for place in draws.late)
         return draws
 
     def result(self, tokens: list[int], logprobs: Mapping[int, TokenLogprobs]) -> StepResult:

@@ -258,6 +258,7 @@ class GrammarMetrics(Collector):
             ("baton_grammar_compile_seconds", "Compiling took, all together", counts.compile_s),
             ("baton_grammar_masks", "Masks of steps: one per row under a grammar", counts.masks),
             ("baton_grammar_mask_seconds", "Finding them took, all together", counts.mask_s),
+            ("baton_grammar_late_masks", "Masks for which no step waited", counts.late),
             (
                 "baton_grammar_faults",
                 "Samples that their grammar ended in the middle",

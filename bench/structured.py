@@ -4,7 +4,9 @@ With a vocabulary of 131,072 made-up tokens: compiling 200 schemas of the kinds 
 answers, the time to first token with a schema that is new to router and worker (what a router takes longer for a
 conversation of 2,000 characters with a schema than without one is added to what a worker does), and decodes of eight
 sequences with a schema, without one, and half of each, in turns in one engine: a round has each once, in an order that
-turns round, and gives one ratio of their mean steps; told is the median of the rounds' ratios.
+turns round, and gives one ratio of their mean steps; told is the median of the rounds' ratios. Then the same four
+sequences without a form beside four of a form whose masks take milliseconds, of several kinds, and beside four more
+without: how much longer their mean steps take.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from random import Random
 from statistics import mean, median, quantiles
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -49,6 +51,13 @@ VOCABULARY = 131_072
 _END = 1
 _SEQUENCES, _TOKENS = 8, 48
 _SCHEMAS = 200
+_HOSTILE = {
+    "counted": "([a-z0-9 ]{1,200}[A-Z]){1,40}",
+    "looking_back": "(.*a.{12}b)*",
+    "alternatives": f"({'|'.join(f'[a-{chr(97 + i % 26)}]*x{i}' for i in range(200))})*",
+}
+"""Regular expressions within all limits."""
+
 _CONVERSATION = Conversation(
     messages=({"role": "user", "content": ("What does this letter ask us for? " * 60)[:2000]},)
 )
@@ -117,13 +126,15 @@ def _value(rng: Random, depth: int) -> _Schema:
     )
 
 
-async def checked(schemas: Sequence[_Schema]) -> tuple[list[str], list[float]]:
-    """The grammars of `schemas` as the router sends them, and the seconds that its check of each took."""
+async def checked(
+    values: Sequence[_Schema] | Sequence[str], kind: Literal["json", "regex"] = "json"
+) -> tuple[list[str], list[float]]:
+    """The grammars of forms as the router sends them, and the seconds that its check of each took."""
     checker = GrammarChecker(GrammarConfig(max_compiled=1), (), CollectorRegistry())
     grammars, seconds = [], []
-    for value in schemas:
+    for value in values:
         begun_s = time.perf_counter()
-        form = AnswerForm(kind="json", value=value, param="bench")
+        form = AnswerForm(kind=kind, value=value, param="bench")
         grammars.append(await checker.text_of(form, "bench"))
         seconds.append(time.perf_counter() - begun_s)
     checker.close()
@@ -302,9 +313,11 @@ def measure(directory: Path, rounds: int, tell: Callable[[str], None]) -> dict[s
         figures |= _first_tokens(engine, grammars, figures["router_added_ms_p50"])
         tell(f"first tokens: {figures}")
         figures |= _decodes(engine, rounds)
+        tell(f"decodes: {figures}")
+        figures |= _beside_hostile(engine, rounds)
     finally:
         built.host.close()
-    tell(f"decodes: {figures}")
+    tell(f"beside hostile forms: {figures}")
     return figures
 
 
@@ -345,6 +358,22 @@ def _decodes(engine: Timed, rounds: int) -> dict[str, float]:
         "beside_constrained_over_free_tok_s_b8": median(beside),
         "free_tok_s_b8": _SEQUENCES / median(free_s),
     }
+
+
+def _beside_hostile(engine: Timed, rounds: int) -> dict[str, float]:
+    grammars, _ = asyncio.run(checked(list(_HOSTILE.values()), "regex"))
+    half = _SEQUENCES // 2
+    texts = {"": "", **dict(zip(_HOSTILE, grammars, strict=True))}
+    added_ms: dict[str, list[float]] = {kind: [] for kind in _HOSTILE}
+    for number in range(rounds + 1):
+        seconds = {}
+        for kind, grammar in texts.items():
+            free, beside = (_prompts(2000 + number, _TOKENS, text)[:half] for text in ("", grammar))
+            seconds[kind] = _step_s(engine.came_s(free, beside), half)
+        if number:  # the first round warms up
+            for kind, added in added_ms.items():
+                added.append(1e3 * (seconds[kind] - seconds[""]))
+    return {f"hostile_{kind}_added_step_ms": median(added) for kind, added in added_ms.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

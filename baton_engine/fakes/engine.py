@@ -104,7 +104,7 @@ class FakeRunner:
             self.pages[target] = list(self.pages[source])
             self.drafter_pages[target] = list(self.drafter_pages[source])
         hooks = KvLayerHooks(plan, self._source, self._sink)
-        undrawn = still_compiling(plan.rows)  # before anything is drawn
+        undrawn = still_compiling(plan.rows) + _late(plan.rows)  # before anything is drawn
         with hooks:
             tokens = self._run_layers(plan, hooks)
         drawing = [row for row in plan.rows for _ in row.samples]
@@ -248,6 +248,18 @@ def _likeliest(kv: int, count: int, vocab_size: int) -> TokenLogprobs:
         top_tokens=tuple(token for _, token in best),
         top_logprobs=tuple(-1.0 - number / _MODULUS for number, _ in best),
     )
+
+
+def _late(rows: SequenceOf[Row]) -> tuple[int, ...]:
+    """The places of those whose constraints do not know yet what may come: a fake's scores are there at once."""
+    late: list[int] = []
+    for place, row in enumerate(rows):
+        if row.samples and row.constraint is not None:
+            row.constraint.begin()
+            if row.constraint.finding():
+                row.constraint.begin(late=True)
+                late.append(place)
+    return tuple(late)
 
 
 def _as_it_is(seq: Sequence) -> Sequence:

@@ -20,7 +20,7 @@ from baton_engine.sampling.allowed import (
     keep_allowed,
     leaves_nothing,
 )
-from baton_engine.sampling.masks import Masks, collect_masks, masked
+from baton_engine.sampling.masks import Masks, collect_masks, mask_scores
 from baton_engine.scheduling.plan import Row
 from baton_engine.staging import StagedArray, StagedBatch
 
@@ -136,28 +136,24 @@ def collect_changes(
     )
 
 
-def adjust(logits: torch.Tensor, changes: ScoreChanges) -> torch.Tensor:
-    """The scores to choose from.
+def adjust(scores: torch.Tensor, changes: ScoreChanges) -> None:
+    """Makes a step's logits the scores to choose from.
 
     The grammar first: what it forbids, nothing brings back. Then repetition penalty (as in transformers), then presence
     and frequency penalties, then biases, then the tokens that may not be drawn: ends of a text that must still grow,
     and of words that are not wanted; and all that are not allowed.
 
     Args:
-        logits: `[num_rows, vocab]` float32; not changed.
+        scores: `[num_rows, vocab]` float32.
         changes: What its rows ask for, arrived.
-
-    Returns:
-        `logits` itself when nothing is to be changed in this step.
     """
-    if not changes:
-        return logits
-    adjusted = logits.clone() if changes.masks is None else masked(logits, changes.masks)
-    flat = adjusted.view(-1)
+    if changes.masks is not None:
+        mask_scores(scores, changes.masks)
+    flat = scores.view(-1)
     if changes.repeated is not None:
         places, penalties = (item.tensor for item in changes.repeated)
-        scores = flat[places]
-        flat[places] = torch.where(scores > 0, scores / penalties, scores * penalties)
+        found = flat[places]
+        flat[places] = torch.where(found > 0, found / penalties, found * penalties)
     for kind in (changes.penalised, changes.biased):
         if kind is not None:
             places, amounts = (item.tensor for item in kind)
@@ -165,5 +161,4 @@ def adjust(logits: torch.Tensor, changes: ScoreChanges) -> torch.Tensor:
     if changes.banned is not None:
         flat.index_fill_(0, changes.banned[0].tensor, float("-inf"))
     if changes.allowed is not None:
-        keep_allowed(adjusted, changes.allowed)
-    return adjusted
+        keep_allowed(scores, changes.allowed)

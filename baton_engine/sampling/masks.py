@@ -1,9 +1,10 @@
-"""Which tokens grammars allow in a step: one bit per token for each constrained row, found on the host while the device
-computes the scores, and sent with all else that rows ask for.
+"""Which tokens grammars allow in a step: one bit per token for each constrained row, found on the host while the scores
+are computed, and sent with all else that rows ask for.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -13,6 +14,12 @@ from baton_engine.scheduling.plan import Row
 from baton_engine.staging import StagedArray, StagedBatch
 
 _WORD_BITS = 32
+
+_LOOK_EVERY_S = 200e-6
+"""So often it is looked whether the scores are there, while masks are waited for."""
+
+_GRACE_S = 300e-6
+"""So much longer than for the scores a step waits for masks that should be there any moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +35,41 @@ class Masks:
     bits: StagedArray
 
 
+def begin_masks(rows: Iterable[Row]) -> None:
+    """Starts to find the masks of those that draw, beside the caller."""
+    for row in rows:
+        if row.samples and (constraint := row.constraint) is not None:
+            constraint.begin()
+
+
+def late_masks(rows: Sequence[Row], are_scores_there: Callable[[], bool]) -> frozenset[int]:
+    """The places of those whose masks are not known, and are not waited for any longer: their draws mean nothing.
+
+    Args:
+        rows: Their masks were begun.
+        are_scores_there: Whether nothing is left to be computed but the draws.
+    """
+    finding = {
+        place: row.constraint
+        for place, row in enumerate(rows)
+        if row.constraint is not None and row.constraint.finding()
+    }
+    while finding and not are_scores_there():
+        next(iter(finding.values())).finding(_LOOK_EVERY_S)
+        finding = {place: mask for place, mask in finding.items() if mask.finding()}
+    until_s = perf_counter() + _GRACE_S
+    late = [
+        place for place, mask in finding.items() if mask.finding(max(0.0, until_s - perf_counter()))
+    ]
+    for place in late:
+        finding[place].begin(late=True)
+    return frozenset(late)
+
+
 def collect_masks(
     rows: Sequence[Row], held_back: Sequence[Set[int]], vocab_size: int, staged: StagedBatch
 ) -> Masks | None:
-    """Asks the constraints of the rows; None where no row has one.
+    """Asks the constraints of the rows; None where no row has one whose mask is known, or can be found here.
 
     Args:
         rows: One per row of the scores.
@@ -39,7 +77,11 @@ def collect_masks(
         vocab_size: Of the scores.
         staged: Takes the masks to the device.
     """
-    places = [i for i, row in enumerate(rows) if row.constraint is not None]
+    places = [
+        i
+        for i, row in enumerate(rows)
+        if row.constraint is not None and not row.constraint.finding()
+    ]
     if not places:
         return None
     words = np.empty((len(places), -(-vocab_size // _WORD_BITS)), np.uint32)
@@ -64,31 +106,27 @@ def _hold_back(mask: NDArray[np.uint32], tokens: Set[int], vocab_size: int) -> N
         mask[:] = kept
 
 
-def masked(scores: torch.Tensor, masks: Masks) -> torch.Tensor:
-    """A copy of `scores`, minus infinity wherever a row's mask has no bit.
+def mask_scores(scores: torch.Tensor, masks: Masks) -> None:
+    """Makes `scores` minus infinity wherever a row's mask has no bit.
 
     Args:
-        scores: `[num_rows, vocab]` float32; not changed.
+        scores: `[num_rows, vocab]` float32.
         masks: Arrived.
     """
-    places = masks.places.tensor
-    if len(places) == len(scores):
-        return _held(scores, masks.bits.tensor)
-    return scores.index_copy(0, places, _held(scores.index_select(0, places), masks.bits.tensor))
-
-
-def _held(scores: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """A copy of `scores`, `[num_masked, vocab]`, minus infinity where `bits`, `[num_masked, num_bytes]` uint8,
-    has none.
-    """
+    places, bits = masks.places.tensor, masks.bits.tensor
     if bits.device.type == "cpu":
-        # `where` takes ten times as long there, since nobody can predict its bits.
-        limits = _LIMITS_OF_BYTES.index_select(0, bits.flatten().int()).view(len(bits), -1)
-        limits = limits[:, : scores.shape[1]].contiguous()
-        return torch.minimum(scores, limits, out=limits)
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    allowed = (bits.unsqueeze(-1) >> places & 1).bool().flatten(1)
-    return scores.where(allowed[:, : scores.shape[1]], float("-inf"))
+        for place, mask in zip(places.tolist(), bits, strict=True):
+            # `where` takes ten times as long there, since nobody can predict its bits.
+            limits = _LIMITS_OF_BYTES.index_select(0, mask.int()).flatten()
+            torch.minimum(scores[place], limits[: scores.shape[1]], out=scores[place])
+        return
+    ranks = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    is_allowed = (bits.unsqueeze(-1) >> ranks & 1).bool().flatten(1)[:, : scores.shape[1]]
+    if len(places) == len(scores):
+        scores.masked_fill_(~is_allowed, float("-inf"))
+    else:
+        held = scores.index_select(0, places).masked_fill_(~is_allowed, float("-inf"))
+        scores.index_copy_(0, places, held)
 
 
 def _limits_of_bytes() -> torch.Tensor:

@@ -4,12 +4,13 @@ What rows ask for goes to the device in one copy, and what was drawn comes back 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from baton.generation import TokenLogprobs
+from baton_engine.device import is_through
 from baton_engine.sampling.adjust import ScoreChanges, adjust, changes_scores, collect_changes
 from baton_engine.sampling.draws import (
     DrawKernel,
@@ -19,6 +20,7 @@ from baton_engine.sampling.draws import (
     greedy_tokens,
 )
 from baton_engine.sampling.logprobs import logprob_table, read_logprobs
+from baton_engine.sampling.masks import late_masks
 from baton_engine.scheduling.plan import NO_TOKEN, Row
 from baton_engine.staging import DeviceStaging, StagedArray, StagedBatch
 
@@ -34,10 +36,17 @@ class Draws:
         tokens: `[num_draws]` int64 on the device, row after row; `NO_TOKEN` of a row whose scores are not finite.
         read: The same on the host, with the log-probabilities of those that asked for them, by place. Blocks until the
             tokens are there: a step's one synchronisation.
+        late: Rows whose draws mean nothing, since it is not known yet what their grammars allow.
     """
 
     tokens: torch.Tensor
     read: Callable[[], tuple[list[int], dict[int, TokenLogprobs]]]
+    late: frozenset[int] = frozenset()
+
+    def known(self) -> list[int]:
+        """On the host, of rows that draw one token each; `NO_TOKEN` also of those that are late."""
+        tokens, _ = self.read()
+        return [NO_TOKEN if row in self.late else token for row, token in enumerate(tokens)]
 
 
 class Sampler:
@@ -59,28 +68,36 @@ class Sampler:
         draw: DrawKernel = draw_with_torch,
     ) -> None:
         self._eos_token_ids = eos_token_ids
+        self._device = device
         self._staging = DeviceStaging(device)
         self._draw = draw
 
     def sample(
         self, logits: torch.Tensor, rows: Sequence[Row], greedy: torch.Tensor | None = None
     ) -> Draws:
-        """Draws every sample of every row; waits for nothing. Rows that are not finite do not touch the others.
+        """Draws every sample of every row. Rows that are not finite do not touch the others. Waits only for masks, and
+        hardly longer than until `logits` are computed.
 
         Args:
-            logits: `[num_rows, vocab]` float32, not changed.
-            rows: One per row of `logits`, each with at least one sample.
+            logits: `[num_rows, vocab]` float32, of which the scores to choose from are made in place.
+            rows: One per row of `logits`, each with at least one sample. Their masks were begun (`begin_masks`).
             greedy: `greedy_tokens(logits)`, where they are known already.
         """
         if all(map(_wants_the_likeliest, rows)):
             return self._copy_back(greedy_tokens(logits) if greedy is None else greedy)
+        late = late_masks(rows, lambda: is_through(self._device))
         staged = StagedBatch()
         asked = _collect(rows, logits.shape[1], self._eos_token_ids, staged)
         self._staging.send(staged)
-        tokens, is_drawn = self._tokens(adjust(logits, asked.changes), asked)
+        scores = logits
+        if asked.changes:
+            # Log-probabilities are those of the model itself.
+            scores = logits if asked.logprobs is None else logits.clone()
+            adjust(scores, asked.changes)
+        tokens, is_drawn = self._tokens(scores, asked)
         marked = tokens.where(is_drawn, NO_TOKEN)
         if asked.logprobs is None:
-            return self._copy_back(marked)
+            return replace(self._copy_back(marked), late=late)
         wanted = asked.logprobs
         table = logprob_table(logits, wanted.rows.tensor, tokens[wanted.draws.tensor], wanted.top)
         values = self._staging.copy_back(torch.cat((marked.double(), table.flat())))
@@ -88,6 +105,7 @@ class Sampler:
         return Draws(
             tokens=marked,
             read=lambda: _with_logprobs(rows, wanted, values().tolist(), width),
+            late=late,
         )
 
     def _copy_back(self, tokens: torch.Tensor) -> Draws:

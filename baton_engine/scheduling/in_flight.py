@@ -119,8 +119,9 @@ def plan_ahead(
 
 
 def _goes_on(sequence: Sequence) -> bool:
-    """Whether a sequence is not known to end, now or with the token that is being drawn."""
-    return sequence.state is State.RUNNING and len(sequence.tokens) + 1 < sequence.request.final_len
+    """Whether a sequence is not known to end, now or with the token that is being drawn, nor to sit out."""
+    is_last = len(sequence.tokens) + 1 >= sequence.request.final_len
+    return sequence.state is State.RUNNING and not is_last and not sequence.awaits_mask
 
 
 def _needs_outcome(current: InFlightStep, going_on: list[Sequence], queues: SequenceQueues) -> bool:

@@ -167,8 +167,8 @@ class StepResult:
         scores: For each row of the plan, one entry per `row.num_scored`; empty when no row has any.
         failed: Rows, by their place in the plan, that could not be computed, and why. The others are not touched by it.
         fetched: How the plan's fetches went; None without any. Their rows are among `failed` where they failed.
-        undrawn: Rows, by their place in the plan, that are computed and draw nothing:
-            their grammars are still compiled.
+        undrawn: Rows, by their place in the plan, that are computed and draw nothing: their grammars are still compiled,
+            or it took too long to find what these allow.
     """
 
     tokens: SequenceOf[int] = ()

@@ -84,7 +84,9 @@ class StepPlanner:
         for sequence in running:
             if sequence.shares_tail or not self._cache.to_draft(sequence, up_to_end=True):
                 continue
-            count = min(room, speculator.wanted(sequence)) if room > 0 else 0
+            count = 0
+            if room > 0 and not sequence.awaits_mask:
+                count = min(room, speculator.wanted(sequence))
             if count:
                 needy -= self._cache.needs_slot(sequence)
                 count = max(0, self._cache.append_lookahead(sequence, count, headroom=needy))
@@ -112,7 +114,7 @@ class StepPlanner:
     def draft(self) -> "tuple[StepDraft, list[SeqEvent]]":
         """The next step, and the events to emit before it runs; it has no sequences if nothing can run."""
         copies = self._append_slots()
-        running = self._queues.running
+        running = [sequence for sequence in self._queues.running if not sequence.awaits_mask]
         drafts = self._drafts(running)
         draft = StepDraft(
             self._limits.max_num_batched_tokens,
@@ -405,6 +407,10 @@ class StepDraft:
     def _must_wait(self, sequence: Sequence, left: int) -> bool:
         """Whether a chunk of the `left` tokens might draw, and must not yet."""
         request = sequence.request
+        if sequence.constraint is not None and left <= self.tokens_left:
+            # What was computed before is computed anew: hardly ever is it not known by then what may come.
+            sequence.constraint.begin(late=True)
+            return sequence.constraint.finding()
         if request.compiling is None or request.compiling.outcome is not None:
             return False
         return sequence.awaits_grammar if request.draws_late else left <= self.tokens_left

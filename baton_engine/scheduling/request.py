@@ -235,6 +235,11 @@ class Sequence:
         return not is_compiled and self.num_computed + 1 == len(self.tokens)
 
     @property
+    def awaits_mask(self) -> bool:
+        """Whether it is not known yet which tokens may come next, and no step is to wait for that."""
+        return self.constraint is not None and self.constraint.finding()
+
+    @property
     def was_preempted(self) -> bool:
         """Whether it was admitted before and waits again."""
         return self.was_admitted and self.state is State.WAITING

@@ -366,6 +366,8 @@ class Scheduler:
                 continue
             if row.draft and not self._confirms(row, sampled.drawn[first]):
                 continue
+            if plan.follows and row.start != sequence.num_computed:
+                continue  # nothing was drawn in the row that it follows
             request = sequence.request
             if row.num_scored:
                 request.keep_scores(row.start, result.scores[index])

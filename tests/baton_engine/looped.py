@@ -46,6 +46,9 @@ class AtOnce:
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
 
+    def find_masks_beside(self, told: Callable[[], None]) -> None:
+        pass
+
     def compile(self, prompt: Prompt, done: Callable[[TokenConstraint | BatonError], None]) -> None:
         compiled: Future[TokenConstraint | BatonError] = Future()
         self._compiler.compile(prompt, compiled.set_result)

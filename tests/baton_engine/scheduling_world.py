@@ -87,7 +87,7 @@ def prompt(
 @dataclass
 class World:
     """One engine without thread and loop. `events` keeps all that was told,
-    `output` the tokens by sequence and sample.
+    `output` the tokens by sequence and sample. `patience` is for masks that come late.
     """
 
     limits: EngineLimits
@@ -100,6 +100,7 @@ class World:
     most_rows: int | None = None
     drafts_wrongly: int = 0
     now_s: float = 0.0
+    patience: int = 0
     events: list[Event] = field(default_factory=list)
     output: dict[tuple[str, int], list[TokenSample]] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
@@ -196,11 +197,13 @@ class World:
             written |= pages
 
     def run(self, max_steps: int = 2000) -> None:
-        """Steps until nothing can run."""
+        """Steps until nothing can run, and `patience` times more."""
+        idle = 0
         for _ in range(max_steps):
             before = len(self.plans)
             self.step()
-            if len(self.plans) == before:
+            idle = idle + 1 if len(self.plans) == before else 0
+            if idle > self.patience:
                 return
         raise AssertionError(f"still running after {max_steps} steps")
 

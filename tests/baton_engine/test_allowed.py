@@ -35,7 +35,8 @@ def left(*rows: Row) -> list[set[int]]:
     staged = StagedBatch()
     changes = collect_changes(rows, VOCAB, (EOS,), staged)
     DeviceStaging(torch.device("cpu")).send(staged)
-    scores = adjust(torch.zeros(len(rows), VOCAB), changes)
+    scores = torch.zeros(len(rows), VOCAB)
+    adjust(scores, changes)
     return [set(scores[i].isfinite().nonzero().flatten().tolist()) for i in range(len(rows))]
 
 
@@ -57,7 +58,8 @@ def test_scores_of_what_is_allowed_stay_and_are_not_those_of_another_row():
     staged = StagedBatch()
     changes = collect_changes(rows, VOCAB, (EOS,), staged)
     DeviceStaging(torch.device("cpu")).send(staged)
-    scores = adjust(logits, changes)
+    scores = logits
+    adjust(scores, changes)
     assert scores[0, [3, 7]].tolist() == [3.0, 7.0]
     assert scores[1, 1] == VOCAB + 1 + 2.0
     assert logits.tolist() == torch.arange(2.0 * VOCAB).view(2, VOCAB).tolist()

@@ -30,8 +30,9 @@ from baton.errors import (
 from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample
 from baton.ids import SeqId
 from baton_engine.fakes.engine import FakeRunner
-from baton_engine.grammar import MatcherCompiler, MatcherConstraint, load_compiler
+from baton_engine.grammar import MatcherCompiler, load_compiler
 from baton_engine.loop import EngineLoop
+from baton_engine.matcher import CompiledGrammar, MaskThreads, MatcherConstraint
 from baton_engine.messages import (
     Abort,
     Failed,
@@ -45,7 +46,7 @@ from baton_engine.messages import (
 )
 from baton_engine.models.config import load_spec
 from baton_engine.ports import CompilingGrammar, GrammarCounts, KvSource, TokenConstraint
-from baton_engine.sampling.masks import collect_masks, masked
+from baton_engine.sampling.masks import collect_masks, mask_scores
 from baton_engine.scheduling.plan import Launched, Row, StepPlan, StepResult, StepRunner
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.staging import DeviceStaging, StagedBatch
@@ -278,6 +279,12 @@ class Breaks:
         return "Parser Error: Current row has 2001 items; max is 2000"
 
 
+def _grammar(counts: GrammarCounts, vocab_size: int = 32) -> CompiledGrammar:
+    return CompiledGrammar(
+        vocab_size=vocab_size, counts=counts, threads=MaskThreads(), forget=lambda: None
+    )
+
+
 class Panic(BaseException):
     """Stands for pyo3's, which is no Exception either."""
 
@@ -290,11 +297,12 @@ def test_a_matcher_that_breaks_ends_its_own_request_alone(model, compiler, how, 
     """
 
     class BreaksForOne:
+        def find_masks_beside(self, told) -> None:
+            pass
+
         def compile(self, prompt, done) -> None:
             outcome = compiled(compiler, prompt.sampling.grammar)
-            broken = MatcherConstraint(
-                cast(LLMatcher, Breaks(how)), 333, compiler.counts, lambda: None
-            )
+            broken = MatcherConstraint(cast(LLMatcher, Breaks(how)), _grammar(compiler.counts, 333))
             done(broken if prompt.tenant == "breaks" else outcome)
 
         def close(self) -> None:
@@ -422,7 +430,7 @@ def test_a_copy_that_cannot_be_made_does_not_touch_the_one_that_it_was_to_be_mad
             return True
 
     matcher, counts = Uncopied("panics copying"), GrammarCounts()
-    constraint = MatcherConstraint(cast(LLMatcher, matcher), 32, counts, lambda: None)
+    constraint = MatcherConstraint(cast(LLMatcher, matcher), _grammar(counts))
     copy, bits = constraint.fork(), np.ones(1, np.uint32)
     copy.accept(5)
     copy.fill(bits)
@@ -558,7 +566,8 @@ def test_a_mask_leaves_what_the_grammar_allows_and_other_rows_alone(compiler, to
     masks = collect_masks(rows, [set(), set(), {a, b}], 333, staged)
     assert masks is not None
     DeviceStaging(torch.device("cpu")).send(staged)
-    found = masked(scores, masks)
+    found = scores.clone()
+    mask_scores(found, masks)
     assert torch.equal(found[0], scores[0])
     for row in (1, 2):  # what may not be drawn gives way where nothing else is left
         assert found[row].isfinite().nonzero().flatten().tolist() == sorted([a, b])
@@ -566,7 +575,8 @@ def test_a_mask_leaves_what_the_grammar_allows_and_other_rows_alone(compiler, to
     held = collect_masks(rows[1:2], [{a}], 333, staged)
     assert held is not None
     DeviceStaging(torch.device("cpu")).send(staged)
-    assert masked(scores[1:2], held)[0].isfinite().nonzero().flatten().tolist() == [b]
+    mask_scores(scores[1:2], held)
+    assert scores[1].isfinite().nonzero().flatten().tolist() == [b]
 
 
 @pytest.mark.parametrize("vocab_size", [320, 333])
@@ -585,17 +595,15 @@ def test_a_mask_of_any_bits_is_kept_to(vocab_size, others):
         seq.constraint = constraint
     rows = [Row(seq=seq, start=1, num_tokens=1, samples=(0,)) for seq in seqs]
     scores, staged = torch.randn(3 + others, vocab_size), StagedBatch()
-    given = scores.clone()
     masks = collect_masks(rows, [set()] * len(rows), vocab_size, staged)
     assert masks is not None
     DeviceStaging(torch.device("cpu")).send(staged)
-    found = masked(scores, masks)
+    found = scores.clone()
+    mask_scores(found, masks)
     for number, constraint in enumerate(constraints):
         allowed = torch.from_numpy(constraint.allowed[:vocab_size])
         assert torch.equal(found[number], scores[number].where(allowed, float("-inf")))
     assert torch.equal(found[3:], scores[3:])
-    assert torch.equal(scores, given)
-    assert found.is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -639,6 +647,9 @@ class HeldCompiler:
 
     def __init__(self) -> None:
         self.waiting: list[Any] = []
+
+    def find_masks_beside(self, told: Callable[[], None]) -> None:
+        pass
 
     def compile(self, prompt, done) -> None:
         self.waiting.append(done)
@@ -706,6 +717,9 @@ class Late:
     def __init__(self, compiler: MatcherCompiler) -> None:
         self._compiler = compiler
         self._waiting: list[tuple[Prompt, Any]] = []
+
+    def find_masks_beside(self, told: Callable[[], None]) -> None:
+        pass
 
     def compile(self, prompt: Prompt, done: Callable[[TokenConstraint | BatonError], None]) -> None:
         self._waiting.append((prompt, done))

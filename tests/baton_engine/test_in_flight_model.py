@@ -2,22 +2,30 @@
 however early steps are launched.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
+from baton.clock import ManualClock
 from baton.config.schema import GrammarConfig
-from baton.generation import Prompt, SamplingParams
+from baton.config.speculative import NgramSpeculation
+from baton.errors import BatonError
+from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import SeqId
 from baton_engine.grammar import MatcherCompiler, load_compiler
-from baton_engine.messages import Generate
+from baton_engine.loop import EngineLoop
+from baton_engine.messages import Failed, Generate, StepEvents
 from baton_engine.models.config import load_spec
+from baton_engine.ports import TokenConstraint
 from tests.baton_engine.looped import draw_all
+from tests.baton_engine.sampled import Sampled, all_events
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.baton_engine.whole_engine import WholeEngine
 
@@ -40,6 +48,7 @@ CONSTRAINED = (
     replace(GREEDY, grammar=OF_TEXT),
     replace(DRAWN, seed=9, repetition_penalty=1.3, min_tokens=5, logprobs=2, grammar=OF_TEXT),
 )
+NGRAMS = NgramSpeculation(num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +133,12 @@ class Noting:
         self._noted.append("fill")
         bits[:] = 0xFFFF_FFFF
 
+    def begin(self, *, late: bool = False) -> None:
+        pass
+
+    def finding(self, within_s: float = 0.0) -> bool:
+        return False
+
     def num_allowed(self, tokens: Sequence[int]) -> int:
         return len(tokens)
 
@@ -150,3 +165,127 @@ def test_a_mask_is_found_while_the_scores_of_its_step_are_computed(
         *("compute", "fill", "compute", "accept", "fill"),
         *("compute", "accept", "fill", "compute", "accept", "fill", "accept"),
     ]
+
+
+class Lagging:
+    """A constraint whose masks are known at once, or only once the compiler finds them."""
+
+    def __init__(self, constraint: TokenConstraint, compiler: "LaggingCompiler") -> None:
+        self._constraint, self._compiler = constraint, compiler
+        self.is_wanted = self.is_late = False
+
+    def begin(self, *, late: bool = False) -> None:
+        if not self.is_wanted:
+            self.is_wanted = True
+            if self._compiler.rng.random() < 0.3:
+                self._compiler.lagging.append(self)
+        self.is_late |= late
+
+    def finding(self, within_s: float = 0.0) -> bool:
+        return self in self._compiler.lagging
+
+    def accept(self, token: int) -> None:
+        assert not self.finding()
+        self._constraint.accept(token)
+        self.is_wanted = self.is_late = False
+
+    def fork(self) -> "Lagging":
+        assert not self.finding()
+        return Lagging(self._constraint.fork(), self._compiler)
+
+    def fork_for_draft(self, token: int) -> "Lagging":
+        assert not self.finding()
+        return Lagging(self._constraint.fork_for_draft(token), self._compiler)
+
+    def fill(self, bits: NDArray[np.uint32]) -> None:
+        assert not self.finding()
+        self._constraint.fill(bits)
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        assert not self.finding()
+        return self._constraint.num_allowed(tokens)
+
+    @property
+    def fault(self) -> BatonError | None:
+        return None if self.finding() else self._constraint.fault
+
+
+class LaggingCompiler:
+    """Compiles at once; finds some masks only when it is told to."""
+
+    def __init__(self, compiler: MatcherCompiler, seed: int) -> None:
+        self._compiler = compiler
+        self.rng = Random(seed)
+        self.lagging: list[Lagging] = []
+        self.num_late = 0
+
+    def find_masks_beside(self, told: Callable[[], None]) -> None:
+        self._told = told
+
+    def compile(self, prompt: Prompt, done: Callable[[TokenConstraint | BatonError], None]) -> None:
+        compiled: Future[TokenConstraint | BatonError] = Future()
+        self._compiler.compile(prompt, compiled.set_result)
+        constraint = compiled.result(timeout=20)
+        assert not isinstance(constraint, BatonError)
+        done(Lagging(constraint, self))
+
+    def find(self) -> None:
+        """One of the masks that are not known, if there are any."""
+        if self.lagging:
+            found = self.lagging.pop(self.rng.randrange(len(self.lagging)))
+            if found.is_late:
+                self.num_late += 1
+                self._told()
+
+    def close(self) -> None:
+        pass
+
+
+def _drawn_with_lag(
+    engine: WholeEngine, compiler: LaggingCompiler, *, ahead: bool
+) -> dict[tuple[str, int], list[TokenSample]]:
+    drawn: dict[tuple[str, int], list[TokenSample]] = {}
+
+    def hear(told: StepEvents) -> None:
+        for event in all_events(told):
+            assert not isinstance(event, Failed), event.error
+            if isinstance(event, Sampled):
+                for token in event.tokens:
+                    drawn.setdefault((event.seq_id, token.sample), []).append(token)
+
+    scheduler = engine.scheduler
+    loop = EngineLoop(scheduler, engine.runner, hear, ManualClock(), grammars=compiler, ahead=ahead)
+    for command in commands((*ASKED, *CONSTRAINED, CONSTRAINED[1])):
+        loop.submit(command)
+    for _ in range(2000):
+        has_run = loop.turn()
+        scheduler.check_integrity()
+        if not has_run and not compiler.lagging:
+            assert scheduler.load().blocks_used == 0
+            return drawn
+        if not has_run or compiler.rng.random() < 0.4:
+            compiler.find()
+    raise AssertionError("still running")
+
+
+@pytest.mark.parametrize("num_blocks", [64, 9], ids=["room for all", "preemptions"])
+@pytest.mark.parametrize("by", [None, NGRAMS])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_model_draws_the_same_whichever_masks_are_late(
+    checkpoint: Path,
+    grammars: MatcherCompiler,
+    num_blocks: int,
+    by: NgramSpeculation | None,
+    ahead: bool,
+):
+    plain = WholeEngine(checkpoint, eos_ids=EOS_IDS)
+    asked = commands((*ASKED, *CONSTRAINED, CONSTRAINED[1]))
+    expected, _ = draw_all(plain.scheduler, plain.runner, asked, ahead=False, grammars=grammars)
+    preemptions = 0
+    for seed in range(3):
+        engine = WholeEngine(checkpoint, eos_ids=EOS_IDS, num_blocks=num_blocks, speculation=by)
+        compiler = LaggingCompiler(grammars, seed)
+        assert _drawn_with_lag(engine, compiler, ahead=ahead) == expected
+        assert compiler.num_late > 0
+        preemptions += engine.scheduler.load().preemptions
+    assert (preemptions > 0) == (num_blocks == 9)

@@ -93,17 +93,35 @@ class Reading:
 
     def __init__(self, world: World, asked: Prompt, read: tuple[int, ...] = ()) -> None:
         self._world, self._asked, self._read = world, asked, list(read)
+        self._looks_left: int | None = 0  # the first mask comes with the grammar
 
     def accept(self, token: int) -> None:
+        assert not self.finding()
         self._read.append(token)
+        self._looks_left = None
         texts = [self._world.undisturbed(self._asked, sample) for sample in self._asked.samples]
         assert any(text[: len(self._read)] == self._read for text in texts)
 
     def fork(self) -> "Reading":
+        assert not self.finding()
         return Reading(self._world, self._asked, tuple(self._read))
 
     def fork_for_draft(self, token: int) -> "Reading":
-        return self.fork()
+        forked = self.fork()
+        forked._looks_left = None
+        return forked
+
+    def begin(self, *, late: bool = False) -> None:
+        if (
+            self._looks_left is None
+        ):  # some masks are only there when they were looked for three times
+            self._looks_left = 3 if sum(self._read) % 4 == 1 else 0
+
+    def finding(self, within_s: float = 0.0) -> bool:
+        if not self._looks_left:
+            return False
+        self._looks_left -= 1
+        return True
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         return len(tokens)
@@ -148,6 +166,7 @@ class Interleavings(RuleBasedStateMachine):
                 enable_prefix_caching=caching,
                 policy=policy,
                 speculation=speculation,
+                patience=4,
             )
             for _ in range(2)
         )

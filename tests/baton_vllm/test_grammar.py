@@ -34,6 +34,12 @@ class Constraint:
     def fork_for_draft(self, token: int) -> "Constraint":
         return self
 
+    def begin(self, *, late: bool = False) -> None:
+        pass
+
+    def finding(self, within_s: float = 0.0) -> bool:
+        return False
+
     def num_allowed(self, tokens: Sequence[int]) -> int:
         return len(tokens)
 
@@ -45,6 +51,9 @@ class Constraint:
 class Compiler:
     def __init__(self, outcome: TokenConstraint | BatonError) -> None:
         self.outcome = outcome
+
+    def find_masks_beside(self, told: Callable[[], None]) -> None:
+        pass
 
     def compile(self, prompt: Prompt, done: Callable[[TokenConstraint | BatonError], None]) -> None:
         assert prompt == PROMPT
