@@ -58,7 +58,7 @@ def test_scores_of_what_is_allowed_stay_and_are_not_those_of_another_row():
     staged = StagedBatch()
     changes = collect_changes(rows, VOCAB, (EOS,), staged)
     DeviceStaging(torch.device("cpu")).send(staged)
-    scores = logits
+    scores = logits.clone()
     adjust(scores, changes)
     assert scores[0, [3, 7]].tolist() == [3.0, 7.0]
     assert scores[1, 1] == VOCAB + 1 + 2.0
