@@ -30,8 +30,8 @@ class PoolInterleavings(Interleavings):
             vocab_size=128,
         )
         self.pool = FakeKvSource()
-        self.source = World(some, eos_ids=EOS, pool=self.pool, num_layers=2)
-        self.target = World(some, eos_ids=EOS, pool=self.pool, num_layers=2)
+        self.source = World(some, eos_ids=EOS, pool=self.pool, num_layers=2, patience=4)
+        self.target = World(some, eos_ids=EOS, pool=self.pool, num_layers=2, patience=4)
         for world in (self.source, self.target):
             world.block_sink.eager = eager
         self.local, self.moving = {}, {}
