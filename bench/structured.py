@@ -4,9 +4,9 @@ With a vocabulary of 131,072 made-up tokens: compiling 200 schemas of the kinds 
 answers, the time to first token with a schema that is new to router and worker (what a router takes longer for a
 conversation of 2,000 characters with a schema than without one is added to what a worker does), and decodes of eight
 sequences with a schema, without one, and half of each, in turns in one engine: a round has each once, in an order that
-turns round, and gives one ratio of their mean steps; told is the median of the rounds' ratios. Then the same four
-sequences without a form beside four of a form whose masks take milliseconds, of several kinds, and beside four more
-without: how much longer their mean steps take.
+turns round, and gives one ratio of their mean steps; told is the median of the rounds' ratios. Then sequences without a
+form beside one, and beside four, of a form whose masks take long, of several kinds, and beside as many more without: how
+much longer their mean steps take.
 """
 
 import argparse
@@ -361,19 +361,23 @@ def _decodes(engine: Timed, rounds: int) -> dict[str, float]:
 
 
 def _beside_hostile(engine: Timed, rounds: int) -> dict[str, float]:
+    """By how much longer the steps of those without a form are beside one, and beside four, of each hostile form than
+    beside as many more without.
+    """
     grammars, _ = asyncio.run(checked(list(_HOSTILE.values()), "regex"))
-    half = _SEQUENCES // 2
     texts = {"": "", **dict(zip(_HOSTILE, grammars, strict=True))}
-    added_ms: dict[str, list[float]] = {kind: [] for kind in _HOSTILE}
+    added_ms: dict[str, list[float]] = {}
     for number in range(rounds + 1):
-        seconds = {}
-        for kind, grammar in texts.items():
-            free, beside = (_prompts(2000 + number, _TOKENS, text)[:half] for text in ("", grammar))
-            seconds[kind] = _step_s(engine.came_s(free, beside), half)
-        if number:  # the first round warms up
-            for kind, added in added_ms.items():
+        for held in (1, _SEQUENCES // 2):
+            seconds = {}
+            for kind, grammar in texts.items():
+                free, beside = (_prompts(2000 + number, _TOKENS, text) for text in ("", grammar))
+                left = _SEQUENCES - held
+                seconds[kind] = _step_s(engine.came_s(free[:left], beside[left:]), left)
+            for kind in _HOSTILE if number else ():  # the first round warms up
+                added = added_ms.setdefault(f"hostile_{kind}_{held}_added_step_ms", [])
                 added.append(1e3 * (seconds[kind] - seconds[""]))
-    return {f"hostile_{kind}_added_step_ms": median(added) for kind, added in added_ms.items()}
+    return {name: median(added) for name, added in added_ms.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
