@@ -36,8 +36,8 @@ _SLOW_ABOVE_S, _QUICK_BELOW_S = 200e-6, 100e-6
 _WEIGHT_OF_LAST = 0.125
 """Of the last mask in that average: one of two milliseconds is enough, and a dozen of quick ones make up for it."""
 
-_LOW_PRIORITY = 10
-"""Niceness of the thread for slow grammars: where all cores are busy it gets about a tenth of one."""
+_LOW_PRIORITY = 15
+"""Niceness of the thread for slow grammars: where all cores are busy it gets about a thirtieth of one."""
 
 _Waiting = Optional["ref[MatcherConstraint]"]
 """What a thread is given; None for the end."""
