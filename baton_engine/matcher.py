@@ -30,14 +30,14 @@ from baton_engine.ports import GrammarCounts
 
 logger = logging.getLogger(__name__)
 
-_SLOW_ABOVE_S, _QUICK_BELOW_S = 200e-6, 100e-6
+_SLOW_ABOVE_S, _QUICK_BELOW_S = 500e-6, 250e-6
 """A grammar is slow once its masks take longer than the first on average, and until they take less than the second."""
 
-_WEIGHT_OF_LAST = 0.125
-"""Of the last mask in that average: one of two milliseconds is enough, and a dozen of quick ones make up for it."""
+_WEIGHT_OF_LAST = 0.25
+"""Of the last mask in that average: one of a few milliseconds is enough, and a few quick ones make up for it."""
 
-_LOW_PRIORITY = 15
-"""Niceness of the thread for slow grammars: where all cores are busy it gets about a thirtieth of one."""
+_LOW_PRIORITY = 19
+"""Niceness of the thread for slow grammars: where all cores are busy it gets less than a fiftieth of one."""
 
 _Waiting = Optional["ref[MatcherConstraint]"]
 """What a thread is given; None for the end."""
