@@ -6,7 +6,7 @@ import warnings
 from baton.rpc.v1 import common_pb2 as baton_dot_rpc_dot_v1_dot_common__pb2
 from baton.rpc.v1 import pool_pb2 as baton_dot_rpc_dot_v1_dot_pool__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -26,7 +26,7 @@ if _version_not_supported:
     )
 
 
-class PoolStub:
+class PoolStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -92,7 +92,7 @@ class PoolStub:
                 _registered_method=True)
 
 
-class PoolServicer:
+class PoolServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request, context):
@@ -230,7 +230,7 @@ def add_PoolServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Pool:
+class Pool(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -531,7 +531,7 @@ class Pool:
             _registered_method=True)
 
 
-class PoolPeersStub:
+class PoolPeersStub(object):
     """Between the nodes of several hosts. What a node lacks it asks another one for, which then writes it into the asker's slab as a
     prefill worker writes into a decode worker's arena (transfer.proto): the asker serves `Transfer.Session`, the holder dials.
     """
@@ -549,7 +549,7 @@ class PoolPeersStub:
                 _registered_method=True)
 
 
-class PoolPeersServicer:
+class PoolPeersServicer(object):
     """Between the nodes of several hosts. What a node lacks it asks another one for, which then writes it into the asker's slab as a
     prefill worker writes into a decode worker's arena (transfer.proto): the asker serves `Transfer.Session`, the holder dials.
     """
@@ -577,7 +577,7 @@ def add_PoolPeersServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class PoolPeers:
+class PoolPeers(object):
     """Between the nodes of several hosts. What a node lacks it asks another one for, which then writes it into the asker's slab as a
     prefill worker writes into a decode worker's arena (transfer.proto): the asker serves `Transfer.Session`, the holder dials.
     """
