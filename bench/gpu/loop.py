@@ -33,10 +33,12 @@ class LoopRun:
 
     Attributes:
         tokens: Of each sequence.
+        seconds: From the first step to the last token.
         step_s: Seconds between the ends of two steps that follow each other, while all of them decode.
     """
 
     tokens: list[list[int]]
+    seconds: float = 0.0
     step_s: list[float] = field(default_factory=list)
 
     @property
@@ -101,9 +103,12 @@ def run_loop(
     for number, tokens in enumerate(prompts):
         prompt = Prompt(prompt_tokens=tuple(tokens), sampling=sampling)
         host.submit(Generate(seq_id=SeqId(str(number)), prompt=prompt))
+    begin_s = time.perf_counter()
     host.start()
     try:
-        return _collect(told, len(prompts))
+        run = _collect(told, len(prompts))
+        run.seconds = time.perf_counter() - begin_s
+        return run
     finally:
         host.close()
 

@@ -340,17 +340,16 @@ def loop(place: Place, figures: Figures) -> None:
     shape, dtype = place.shapes[0], place.dtypes[0]
     decoder = random_decoder(shape, place.kernels(dtype), place.device, dtype, place.longest)
     prompts = _prompts(place, shape.vocab)
+    generate = partial(run_loop, place, decoder, dtype, prompts)
+    with figures.point("first"):  # loads what is loaded at first use
+        generate(output_tokens=2, ahead=True)
     for ahead in (True, False):
         with figures.point(f"ahead {ahead}"):
-            begin_s = time.perf_counter()
-            run = run_loop(
-                place, decoder, dtype, prompts, output_tokens=place.output_tokens, ahead=ahead
-            )
-            seconds = time.perf_counter() - begin_s
+            run = generate(output_tokens=place.output_tokens, ahead=ahead)
             name = "loop_ahead" if ahead else "loop_plain"
             figures.add(
                 **{
-                    f"{name}_tok_s": sum(map(len, run.tokens)) / seconds,
+                    f"{name}_tok_s": sum(map(len, run.tokens)) / run.seconds,
                     f"{name}_step_ms": run.median_step_s * 1e3,
                 }
             )
@@ -369,19 +368,33 @@ def digest(place: Place, figures: Figures) -> None:
     works[f"prefill_n{min(place.prefills)}"] = bench.prefill_work(min(place.prefills))
     for name, work in works.items():
         with figures.point(name):
-            work()
-            place.wait()
-            begin_s = time.perf_counter()
+            with profile(activities=activities):  # the first one takes seconds to begin
+                work()
+                place.wait()
             with profile(activities=activities) as profiled:
                 for _ in range(3):
                     work()
                 place.wait()
-            seconds = time.perf_counter() - begin_s
-            averages = profiled.key_averages()
             order = "self_device_time_total" if place.on_gpu else "self_cpu_time_total"
-            print(averages.table(sort_by=order, row_limit=14, max_name_column_width=60))
-            busy_s = sum(getattr(event, order) for event in averages) / 1e6
-            figures.add(**{f"profile_{name}_idle": max(0.0, 1 - busy_s / seconds)})
+            table = profiled.key_averages().table
+            print(table(sort_by=order, row_limit=14, max_name_column_width=60))
+            where = "CUDA" if place.on_gpu else "CPU"
+            spans = [
+                (event.time_range.start, event.time_range.end)
+                for event in profiled.events()
+                if event.device_type.name == where
+            ]
+            figures.add(**{f"profile_{name}_idle": _idle(spans)})
+
+
+def _idle(spans: list[tuple[float, float]]) -> float:
+    """The share of the time between the first one's begin and the last one's end that none of them covers."""
+    begin = reached = min(start for start, _ in spans)
+    idle = 0.0
+    for start, end in sorted(spans):
+        idle += max(0.0, start - reached)
+        reached = max(reached, end)
+    return idle / max(reached - begin, 1e-9)
 
 
 STAGES: dict[str, Callable[[Place, Figures], None]] = {
