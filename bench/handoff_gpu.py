@@ -31,6 +31,7 @@ from kv_transfer.memory.region_server import RegionAccess
 from kv_transfer.ports import KvWriter, RegionHandle
 
 SECRET = bytes(32)
+_FILLED_BYTES = (64 << 20) + 8 * 1021
 PAGE_BYTES = {"16k": 16 << 10, "64k": 64 << 10, "256k": 256 << 10, "1m": 1 << 20, "8m": 8 << 20}
 
 
@@ -41,8 +42,8 @@ def main() -> None:
         raise SystemExit("no GPU: this benchmark copies from device memory to device memory")
     settings = {name: value for name, value in vars(arguments).items() if name != "json"}
     report = Report(benchmark="handoff_gpu", settings=settings)
-    for label, page_bytes in PAGE_BYTES.items():
-        _measure(label, page_bytes, arguments, report)
+    for label in arguments.pages:
+        _measure(label, PAGE_BYTES[label], arguments, report)
     for name, value in sorted(report.figures.items()):
         print(f"{name:44} {value:10.3f}")
     if arguments.json:
@@ -54,6 +55,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--region-mib", type=int, default=2048)
+    parser.add_argument("--pages", nargs="+", choices=PAGE_BYTES, default=list(PAGE_BYTES))
+    parser.add_argument("--ways", nargs="+", help="only these: kernel, cuda_ipc, nixl")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -76,7 +79,7 @@ def _measure(label: str, page_bytes: int, arguments: argparse.Namespace, report:
     num_pages = (arguments.region_mib << 20) // page_bytes
     size = layout.region_bytes(num_pages)
     local = ArenaSpan(address=cuda.allocate(size), size_bytes=size, device=arguments.device)
-    cuda.write(local.address, np.random.default_rng(arguments.seed).bytes(size))
+    _fill(cuda, local, arguments.seed)
     beside = cuda.allocate(size)
     here, there = get_context("spawn").Pipe()
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
@@ -85,7 +88,7 @@ def _measure(label: str, page_bytes: int, arguments: argparse.Namespace, report:
         )
         child.start()
         try:
-            ways = _open(here, local, layout, num_pages)
+            ways = _open(here, local, layout, num_pages, arguments.ways)
             push = push_of_all(num_pages, arguments.seed)
             figures = _rounds(cuda, local, beside, ways, push, arguments.rounds)
             _check(cuda, local, here, layout, push)
@@ -103,8 +106,31 @@ def _measure(label: str, page_bytes: int, arguments: argparse.Namespace, report:
         report.figures[f"{name}_over_device_copy_{label}"] = plain / seconds
 
 
+def _fill(cuda: Cuda, local: ArenaSpan, seed: int) -> None:
+    """Random bytes, again and again: their number is no multiple of a page's, so that no two pages are alike."""
+    once = min(_FILLED_BYTES, local.size_bytes)
+    cuda.write(local.address, np.random.default_rng(seed).bytes(once))
+    stream = cuda.stream()
+    for begin in range(once, local.size_bytes, once):
+        rows = Rows(
+            source=local.address,
+            source_pitch=once,
+            target=local.address + begin,
+            target_pitch=once,
+            length=min(once, local.size_bytes - begin),
+            count=1,
+        )
+        cuda.copy_rows(rows, stream)
+    cuda.wait(stream)
+    cuda.end(stream)
+
+
 def _open(
-    here: Connection, local: ArenaSpan, layout: KvLayout, num_pages: int
+    here: Connection,
+    local: ArenaSpan,
+    layout: KvLayout,
+    num_pages: int,
+    wanted: list[str] | None,
 ) -> dict[str, KvWriter]:
     """An open way into the other process's arena for everything that works here."""
     names = [name for name, b in BACKENDS.items() if b.installed and b.device_memory]
@@ -114,6 +140,8 @@ def _open(
     if kernel is not None:
         movers["kernel"] = ("cuda_ipc", kernel)
     for label, (name, mover) in movers.items():
+        if wanted and label not in wanted:
+            continue
         here.send(name)
         handle = RegionHandle(backend=name, opaque=here.recv(), num_blocks=num_pages)
         sender = open_senders(

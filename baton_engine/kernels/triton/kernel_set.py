@@ -25,6 +25,10 @@ from baton_engine.kernels.triton.checks import expect_heads, expect_pages
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16)
 """What the matrix instructions take; float32 is served by torch."""
 
+_TURNS = 2
+"""Of a multiprocessor's programs in a step. On an H200 6 % (64 rows of 1,024 tokens) to 12 % (8 of 8,192) faster than
+one turn; four are slower again.
+"""
 _PROGRAMS_INTERPRETED = 2
 """Per multiprocessor, where there is none to hold them."""
 
@@ -40,8 +44,8 @@ class TritonKernels:
         self._multiprocessors = multiprocessors
 
     def split_rule(self, num_heads: int, pages: torch.Tensor) -> SplitRule | None:
-        """See `KernelSet.split_rule`: as many pieces as the GPU works on at once, and no more of a row than are soon
-        added up, unless fewer left multiprocessors idle.
+        """See `KernelSet.split_rule`: twice as many pieces as the GPU works on at once, so that those that end early
+        are followed by others, and no more of a row than are soon added up, unless fewer left multiprocessors idle.
         """
         expect_pages(pages)
         expect_heads(num_heads, pages)
@@ -50,7 +54,7 @@ class TritonKernels:
         if pages.device.type == "cuda":
             at_once = decode_attention.programs_per_multiprocessor(num_heads, pages)
         return SplitRule(
-            spread=max(1, self._multiprocessors * at_once // kv_heads),
+            spread=max(1, _TURNS * self._multiprocessors * at_once // kv_heads),
             most_of_row=max(
                 2 * decode_attention.PIECES_AT_ONCE, -(-self._multiprocessors // kv_heads)
             ),

@@ -227,20 +227,23 @@ def launch(
 
 
 def tile_of(head_dim: int, group: int, *, hopper: bool, narrow: bool = False) -> dict[str, int]:
-    """Launch settings that keep everything in registers, and let a multiprocessor hold two programs wherever that is
-    possible, so that one's softmax runs under the other's matrix products. Pages that matrix instructions do not read
-    as they are, those of 8 bits (`narrow`) and any before Hopper, take a stage more until two buffers are in turn.
+    """Launch settings that keep everything in registers, and eight warps or more on a multiprocessor, in one program or
+    two, so that the softmax of some runs under the matrix products of the others. On an H200 one program of two warp
+    groups and three stages was 5 % faster with 2,048 tokens, and 17 % with 8,192, than two programs of one group and
+    two stages. Pages that matrix instructions do not read as they are, those of 8 bits (`narrow`) and any before
+    Hopper, take a stage more until two buffers are in turn.
     """
     width = triton.next_power_of_2(head_dim)
     wide = width > 128
-    two_groups = hopper and not narrow and width <= 64
+    two_groups = hopper and not narrow and not wide
     rows = max(128 if two_groups else 64, triton.next_power_of_2(group))
+    in_turn_with_two = not narrow and width != 128 if hopper else wide
     return {
         "rows": rows,
         "tile": 64 if hopper and not wide else 32,
         "width": width,
         "num_warps": 4 if rows == 64 and not wide else 8,
-        "num_stages": 2 if (not narrow if hopper else wide) else 3,
+        "num_stages": 2 if in_turn_with_two else 3,
     }
 
 
