@@ -260,5 +260,4 @@ def test_what_one_step_freed_is_not_mapped_again_for_the_next() -> None:
     thread = Thread(target=take_and_free, args=(3 << 20,))  # with a heap of its own, as the engine
     thread.start()
     join(thread)
-    assert faults[0] > 1000
     assert max(faults[1:]) < 100
