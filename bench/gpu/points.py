@@ -23,7 +23,7 @@ from bench.gpu.timing import Timer
 _NUMBERS_OF_8_BITS = 0x58
 """Bytes below are numbers from 0 to 15."""
 _PARAMS = SamplingParams(temperature=0, max_tokens=1)
-_IN_FLIGHT = 16
+IN_FLIGHT = 16
 """Steps that are timed together, so that the first one's launch, which nothing hides, weighs little."""
 _BEYOND_CACHES = 256 << 20
 """Bytes; an H200's second-level cache has 60 MB."""
@@ -94,7 +94,7 @@ class ModelBench:
         """
         inputs = self._inputs.build(self._rows(batch, context, num_tokens=1))
         repeat = self._graphs.capture(lambda: self._model.forward(inputs, self._arena))
-        step_s = self._timer.wall_s(self._in_flight(batch, context)) / _IN_FLIGHT
+        step_s = self._timer.wall_s(self._in_flight(batch, context)) / IN_FLIGHT
         alone_s = self._timer.wall_s(self.decode_work(batch, context))
         kernels_s = self._timer.device_s(repeat)
         least_s = self._shape.decode_floor_s(batch, context, self._kv_token_bytes, self._ceilings)
@@ -109,7 +109,7 @@ class ModelBench:
         }
 
     def _in_flight(self, batch: int, context: int) -> Callable[[], object]:
-        """`_IN_FLIGHT` decode steps, each launched before the tokens of the one before it are read
+        """`IN_FLIGHT` decode steps, each launched before the tokens of the one before it are read
         (`engine.plan_ahead`).
         """
         rows = self._rows(batch, context, num_tokens=1)
@@ -118,7 +118,7 @@ class ModelBench:
 
         def work() -> object:
             launched = self._runner.launch(first)
-            for _ in range(_IN_FLIGHT - 1):
+            for _ in range(IN_FLIGHT - 1):
                 following = self._runner.launch(further)
                 launched()
                 launched = following

@@ -19,6 +19,7 @@ from typing import Any
 
 _ALIGNED = [["tt.divisibility", 16]]
 _NUMBERS = {"int": "i32", "float": "fp32"}
+_WIDE_LOADS = re.compile(r"LDG\.E(?:\.\w+)*\.128")
 _BUFFERS = re.compile(r"ttg\.local_alloc.*memdesc<(\d+)x\d+x\d+x")
 
 
@@ -58,7 +59,7 @@ class Built:
         spilled_bytes: Stack and local memory per thread.
         shared_bytes: Per program.
         matrix_instructions: Hopper's (`HGMMA`) in the machine code.
-        wide_loads: Those of 16 bytes (`LDG.E.128`).
+        wide_loads: Those of 16 bytes (`LDG.E.128`, `LDG.E.EF.128`).
         buffers: Into which tiles of pages are fetched in turn: the fewest of any tensor;
             0 where nothing is fetched ahead.
     """
@@ -129,7 +130,7 @@ def _build(build: Build, capability: int, folder: Path) -> Built:
         spilled_bytes=int(figures["STACK"]) + int(figures["LOCAL"]),
         shared_bytes=compiled.metadata.shared,
         matrix_instructions=code.count("HGMMA"),
-        wide_loads=code.count("LDG.E.128"),
+        wide_loads=len(_WIDE_LOADS.findall(code)),
         buffers=min(map(int, _BUFFERS.findall(compiled.asm["ttgir"])), default=0),
     )
 

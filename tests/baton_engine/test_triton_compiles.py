@@ -112,7 +112,8 @@ def page_move(alignment: int = 16) -> Build:
         kernel="page_move:_move_kernel",
         pointers={"addresses": "i64"},
         numbers={"words": "int"},
-        constants={"tile": 4096, "alignment": alignment},
+        constants={"tile": 8192, "alignment": alignment},
+        options={"num_warps": 16},
         aligned=("words",) if alignment == 16 else (),
     )
 
