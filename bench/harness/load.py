@@ -6,6 +6,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -128,6 +129,7 @@ async def run_under(
 async def _request(
     client: httpx.AsyncClient, model: str, prompt: list[int], output_tokens: int
 ) -> Timeline:
+    headers = {"accept-encoding": "identity"}
     body = {
         "model": model,
         "prompt": prompt,
@@ -137,25 +139,39 @@ async def _request(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    arrivals: list[float] = []
-    generated = 0
     sent_s = time.perf_counter()
-    async with client.stream("POST", "/v1/completions", json=body) as response:
+    async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
         if response.status_code != 200:
             raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread())[:500]!r}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
+        # Read once it is over: the server under test has the same cores.
+        pieces = [(time.perf_counter(), piece) async for piece in response.aiter_raw()]
+    arrivals, generated = _read(pieces)
+    if generated != output_tokens:
+        raise RuntimeError(f"{generated} tokens generated, {output_tokens} asked")
+    return Timeline(sent_s=sent_s, arrivals_s=tuple(arrivals), output_tokens=generated)
+
+
+def _read(pieces: Sequence[tuple[float, bytes]]) -> tuple[list[float], int]:
+    """When chunks with text arrived, and how many tokens there were.
+
+    Raises:
+        RuntimeError: The stream says that it failed.
+    """
+    arrivals: list[float] = []
+    generated, unread = 0, b""
+    for at_s, piece in pieces:
+        *lines, unread = (unread + piece).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data: {"):
                 continue
-            arrivals.append(time.perf_counter())
             chunk = json.loads(line[6:])
             if "error" in chunk:
                 raise RuntimeError(f"stream failed: {chunk['error']}")
             if chunk.get("usage"):
                 generated = chunk["usage"]["completion_tokens"]
-                arrivals.pop()
-    if generated != output_tokens:
-        raise RuntimeError(f"{generated} tokens generated, {output_tokens} asked")
-    return Timeline(sent_s=sent_s, arrivals_s=tuple(arrivals), output_tokens=generated)
+            else:
+                arrivals.append(at_s)
+    return arrivals, generated
 
 
 def _summary(timelines: list[Timeline], elapsed_s: float) -> Outcome:
