@@ -237,13 +237,13 @@ def tile_of(head_dim: int, group: int, *, hopper: bool, narrow: bool = False) ->
     wide = width > 128
     two_groups = hopper and not narrow and not wide
     rows = max(128 if two_groups else 64, triton.next_power_of_2(group))
-    in_turn_with_two = not narrow and width != 128 if hopper else wide
+    two_stages = (not narrow and width != 128) if hopper else wide
     return {
         "rows": rows,
         "tile": 64 if hopper and not wide else 32,
         "width": width,
         "num_warps": 4 if rows == 64 and not wide else 8,
-        "num_stages": 2 if in_turn_with_two else 3,
+        "num_stages": 2 if two_stages else 3,
     }
 
 
