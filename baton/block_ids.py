@@ -14,12 +14,22 @@ Numbers = npt.NDArray[np.int64]
 
 
 class BlockIds(tuple[BlockId, ...]):
-    """A tuple that keeps its numbers."""
+    """A tuple that keeps its numbers, and which are the lowest and the highest."""
 
     @cached_property
     def numbers(self) -> Numbers:
         """`[len(self)]`; not to be written to."""
         return np.fromiter(self, dtype=np.int64, count=len(self))
+
+    @cached_property
+    def bounds(self) -> tuple[int, int]:
+        """The lowest and the highest; of no ids (0, 0)."""
+        return bounds_of(self.numbers)
+
+
+def bounds_of(numbers: Numbers) -> tuple[int, int]:
+    """The lowest and the highest; of no ids (0, 0)."""
+    return (int(numbers.min()), int(numbers.max())) if len(numbers) else (0, 0)
 
 
 def numbers_of(blocks: tuple[BlockId, ...]) -> Numbers:

@@ -355,7 +355,7 @@ def _service(parts: _Parts) -> "WorkerService":
             num_blocks=parts.region_blocks,
             secret=parts.secret,
             listening=parts.listening,
-            mover=parts.kernels.mover if parts.kernels is not None else None,
+            movers=parts.kernels.movers if parts.kernels is not None else None,
         ),
         hashes=hashes,
         spare=BlockId(hello.num_blocks),

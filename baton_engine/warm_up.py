@@ -27,6 +27,8 @@ _FILTERED = (
 )
 """A draw looks for the limits that some row of a step has, and for no others."""
 _SCORED = replace(_GREEDY, prompt_logprobs=0)
+_PRODUCTS = (16, 32, 64)
+"""Tokens of a step up to which products of few rows have a kernel each."""
 _FEW = 8
 """Tokens of a chunk."""
 _GUESSES = 2
@@ -60,6 +62,7 @@ def warm_up(
     decode = _row(_GREEDY, 1, limits)
     many = (chunk,) * (MOST_CHUNKS + 1)  # which no graph repeats
     steps = [many, (decode, *many), (random,), *((row, random) for row in filtered)]
+    steps += [_scored([min(tokens, most)], limits) for tokens in _PRODUCTS]
     for step, rows in enumerate([*steps, _largest(most, limits)]):
         runner.execute(StepPlan(step=step, rows=rows))
     if drafter is not None:
@@ -71,11 +74,14 @@ def warm_up(
 
 
 def _largest(most: int, limits: EngineLimits) -> tuple[Row, ...]:
-    """Products of many rows may take another kernel than those of few (`row_matmul`); so may the output head's,
-    which scores them.
-    """
     budget = limits.max_num_batched_tokens
-    lengths = [most] * (budget // most) + [budget % most]
+    return _scored([most] * (budget // most) + [budget % most], limits)
+
+
+def _scored(lengths: list[int], limits: EngineLimits) -> tuple[Row, ...]:
+    """Prompts of which every token goes through the output head too: by their number products choose their kernels
+    (`few_rows_matmul`, `row_matmul`).
+    """
     rows = (_row(_SCORED, length, limits) for length in lengths if length)
     return tuple(replace(row, num_scored=row.num_tokens - 1) for row in rows)
 

@@ -14,9 +14,11 @@ Triton, numpy, psutil, grpcio, xxhash, pytest.
     loop          sequences through the engine's loop
     kernels       each kernel alone
     digest        torch's profile of a step
+    twins         what holds the kernels against torch: 8 bits, windows, other heads, draws, page moves
 
 Figures of the goals: `correct` (1 if all is right), `decode_roofline_b1` and `_b64` (0.75), `prefill_peak_2k` (0.6) and
-`_8k`, `handoff_over_copy_64k` and `_1m` (0.8 from 256 KiB on; one push of 8 GiB), `stages_failed`. Without a GPU every stage runs in
+`_8k`, `handoff_over_copy_64k` and `_1m` (0.8 from 256 KiB on; one push of 8 GiB), `tests_failed`, `twins_failed`,
+`stages_failed`. Without a GPU every stage runs in
 miniature, on host memory and under Triton's interpreter: `on_gpu` is 0, and no figure says anything about a GPU.
 """
 
@@ -30,6 +32,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -49,9 +52,14 @@ _LIMITS_S = {
     "loop": 90.0,
     "kernels": 60.0,
     "digest": 60.0,
+    "twins": 150.0,
 }
 _PAGES = ("16k", "64k", "256k", "1m", "8m")
 _LARGE_PAGES = ("64k", "256k", "1m")
+_TWINS = (
+    *("triton_attention", "triton_draw", "triton_few_rows", "triton_fused", "triton_matmul"),
+    *("page_move", "page_sum"),
+)
 
 
 def main() -> None:
@@ -109,6 +117,7 @@ class Day:
         others: dict[str, Callable[[float, dict[str, float]], bool]] = {
             "handoff": self._handoff,
             "tests": self._tests,
+            "twins": self._twins,
         }
         if name in STAGES:
             return self._stage(name, limit_s, figures)
@@ -154,16 +163,27 @@ class Day:
         return ended
 
     def _tests(self, limit_s: float, figures: dict[str, float]) -> bool:
-        file = self.folder / "tests.xml"
         tests = ["tests/kv_transfer"]
         if torch.cuda.is_available():
-            tests += [
-                str(file)
-                for file in sorted(_ROOT.glob("tests/baton_engine/test_*.py"))
-                if _is_marked(file)
-            ]
-        command = ["-m", "pytest", "-c", "bench/gpu/pytest.ini", "--rootdir", ".", "-m", "gpu"]
-        ended = self._call([*command, f"--junitxml={file}", *tests], limit_s, self._driver())
+            tests += _tests_with("mark.gpu")
+        return self._pytest("tests", ["-m", "gpu", *tests], limit_s, figures)
+
+    def _twins(self, limit_s: float, figures: dict[str, float]) -> bool:
+        """In miniature only those of one kernel: all of them are among the tests that need no GPU."""
+        tests = ["tests/baton_engine/test_page_sum.py"]
+        if torch.cuda.is_available():
+            tests = [str(_ROOT / "tests/baton_engine" / f"test_{name}.py") for name in _TWINS]
+        several = ["-n", str(min(8, os.cpu_count() or 1))] if find_spec("xdist") else []
+        words = [*several, "-m", "not gpu and not slow", *tests]
+        return self._pytest("twins", words, limit_s, figures)
+
+    def _pytest(
+        self, name: str, words: list[str], limit_s: float, figures: dict[str, float]
+    ) -> bool:
+        """Runs tests; figures `NAME_passed`, `_failed` and `_skipped`."""
+        file = self.folder / f"{name}.xml"
+        command = ["-m", "pytest", "-c", "bench/gpu/pytest.ini", "--rootdir", "."]
+        ended = self._call([*command, f"--junitxml={file}", *words], limit_s, self._driver())
         if not file.exists():
             return False
         (suite,) = ElementTree.parse(file).getroot().iter("testsuite")
@@ -172,9 +192,9 @@ class Day:
         )
         failed += int(suite.attrib["errors"])
         figures |= {
-            "tests_passed": run - failed - skipped,
-            "tests_failed": failed,
-            "tests_skipped": skipped,
+            f"{name}_passed": run - failed - skipped,
+            f"{name}_failed": failed,
+            f"{name}_skipped": skipped,
         }
         return ended
 
@@ -199,9 +219,10 @@ class Day:
             _end(process)
 
 
-def _is_marked(file: Path) -> bool:
-    """Whether some of its tests need a GPU. Others may need packages that an image for GPUs lacks."""
-    return "mark.gpu" in file.read_text()
+def _tests_with(word: str) -> list[str]:
+    """The engine's files of tests that mention it. Others may need packages that an image for GPUs lacks."""
+    files = sorted(_ROOT.glob("tests/baton_engine/test_*.py"))
+    return [str(file) for file in files if word in file.read_text()]
 
 
 def _environment() -> dict[str, str]:

@@ -22,7 +22,7 @@ from baton.layout import KvLayout
 from baton.pages import PageWrite
 from bench.harness.report import Report
 from bench.transfer.copying import Way, push_of_all, pushing
-from kv_transfer.backends.cuda_ipc import PageMover
+from kv_transfer.backends.cuda_ipc import PageMovers
 from kv_transfer.backends.registry import BACKENDS, open_receivers, open_senders
 from kv_transfer.memory.arena import ArenaSpan
 from kv_transfer.memory.cuda import Cuda, Rows, devices
@@ -135,17 +135,17 @@ def _open(
     """An open way into the other process's arena for everything that works here."""
     names = [name for name, b in BACKENDS.items() if b.installed and b.device_memory]
     ways: dict[str, KvWriter] = {}
-    movers: dict[str, tuple[str, PageMover | None]] = {name: (name, None) for name in names}
+    found: dict[str, tuple[str, PageMovers | None]] = {name: (name, None) for name in names}
     kernel = _kernel(local)
     if kernel is not None:
-        movers["kernel"] = ("cuda_ipc", kernel)
-    for label, (name, mover) in movers.items():
+        found["kernel"] = ("cuda_ipc", kernel)
+    for label, (name, movers) in found.items():
         if wanted and label not in wanted:
             continue
         here.send(name)
         handle = RegionHandle(backend=name, opaque=here.recv(), num_blocks=num_pages)
         sender = open_senders(
-            [name], local, num_blocks=num_pages, secret=SECRET, listening=Listening(), mover=mover
+            [name], local, num_blocks=num_pages, secret=SECRET, listening=Listening(), movers=movers
         )[name]
         try:
             ways[label] = sender.connect(handle, layout)
@@ -154,7 +154,7 @@ def _open(
     return ways
 
 
-def _kernel(local: ArenaSpan) -> PageMover | None:
+def _kernel(local: ArenaSpan) -> PageMovers | None:
     try:
         import torch
 

@@ -11,7 +11,7 @@ Pure. Which part of each page is written, where the two workers spread the heads
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.block_ids import Numbers, cut, numbers_of
+from baton.block_ids import BlockIds, Numbers, bounds_of, cut, numbers_of
 from baton.errors import TransferError
 from baton.ids import BlockId
 from baton.pages import PageWrite
@@ -71,10 +71,9 @@ def check_pages(pages: tuple[BlockId, ...], region_blocks: int) -> Numbers:
         raise _no_page(
             next(page for page in pages if not 0 <= page < region_blocks), region_blocks
         ) from error
-    if len(numbers):
-        lowest, highest = int(numbers.min()), int(numbers.max())
-        if lowest < 0 or highest >= region_blocks:
-            raise _no_page(lowest if lowest < 0 else highest, region_blocks)
+    lowest, highest = pages.bounds if isinstance(pages, BlockIds) else bounds_of(numbers)
+    if len(numbers) and (lowest < 0 or highest >= region_blocks):
+        raise _no_page(lowest if lowest < 0 else highest, region_blocks)
     return numbers
 
 

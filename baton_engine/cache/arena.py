@@ -177,12 +177,12 @@ class PageKernels:
     """The kernels by which pages of an arena on a GPU are moved and checked, for the worker that hands them off.
 
     Attributes:
-        mover: Copies scattered pages (a `kv_transfer.backends.cuda_ipc.PageMover`).
+        movers: Copy scattered pages (a `kv_transfer.backends.cuda_ipc.PageMovers`).
         sums: Hashes pages by `word_sum` (a `kv_transfer.memory.page_hash.PageHashes`).
         num_kv_heads: Of a page. A peer among whose ranks heads are divided otherwise takes or gives a slice of these.
     """
 
-    mover: "PageKernel"
+    movers: "PageKernel"
     sums: "PageSums"
     num_kv_heads: int
 
@@ -192,7 +192,7 @@ class PageKernels:
         heads, page_bytes = self.num_kv_heads, self.sums.page_bytes
         for slices in range(1, heads + 1):
             if heads % slices == 0:
-                self.mover.warm_up(page_bytes // slices)
+                self.movers.warm_up(page_bytes // slices)
 
 
 def page_kernels(arena: KvArena) -> PageKernels | None:
@@ -206,7 +206,7 @@ def page_kernels(arena: KvArena) -> PageKernels | None:
 
     layers = [arena.page_bytes(index) for index in range(len(arena.layout.layers))]
     return PageKernels(
-        mover=PageKernel(arena.device),
+        movers=PageKernel(arena.device),
         sums=PageSums(layers),
         num_kv_heads=arena.layout.num_kv_heads,
     )

@@ -1,7 +1,8 @@
 """The few operations a decoder needs that are not plain matrix products, and the batch they work on.
 
 A decoder asks for a `KernelSet`; `baton_engine.kernels.select` chooses the fastest one the machine can run. Matrix
-products stay with torch, except where a request is to get the same bits in any batch (`BatchInvariant`).
+products stay with torch, except those of few rows on a GPU (`FewRowsProducts`), and where a request is to get the
+same bits in any batch (`BatchInvariant`).
 """
 
 from dataclasses import dataclass
@@ -144,6 +145,27 @@ class KernelSet(Protocol):
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """Of `x` `[num_tokens, 2 * width]`: silu of the first half times the second."""
+
+
+class FewRowsProduct(Protocol):
+    """A product of few rows with one matrix."""
+
+    @property
+    def most(self) -> int:
+        """Rows."""
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Maps `[num_tokens, in]` to `[num_tokens, out]`: to `out`, rounded to its dtype, where that is given."""
+
+
+@runtime_checkable
+class FewRowsProducts(KernelSet, Protocol):
+    """A `KernelSet` that multiplies few rows itself, since a library's product reads weights more slowly for them."""
+
+    def few_rows_product(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> FewRowsProduct | None:
+        """The product with `weight` `[out, in]`, plus `bias` `[out]`; None where a library's is as good."""
 
 
 @runtime_checkable

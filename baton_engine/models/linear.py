@@ -16,7 +16,12 @@ from baton_engine.kernels.cpu.matmul import (
     reads_bfloat16,
 )
 from baton_engine.kernels.cpu.product_choice import FEW_TOKENS, IN_PANELS, Bfloat16Product
-from baton_engine.kernels.ports import BatchInvariant, KernelSet
+from baton_engine.kernels.ports import (
+    BatchInvariant,
+    FewRowsProduct,
+    FewRowsProducts,
+    KernelSet,
+)
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
 """Maps `[num_tokens, in]` to `[num_tokens, out]`."""
@@ -58,18 +63,22 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedProduct:
-    """Two forms of one matrix: steps of up to `FEW_TOKENS` read `few`, longer ones multiply by `many`."""
+    """Two forms of one matrix: steps of up to `most` tokens read `few`, longer ones multiply by `many`."""
 
-    few: BFloat16Panels
+    few: Projection
     many: Projection
+    most: int = FEW_TOKENS
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `[num_tokens, in]` to `[num_tokens, out]`."""
-        return self.few(x) if x.shape[0] <= FEW_TOKENS else self.many(x)
+        return self.few(x) if x.shape[0] <= self.most else self.many(x)
 
 
 def pack(
-    linear: Linear, quantization: str = "none", product: Bfloat16Product = Bfloat16Product.ONEDNN
+    linear: Linear,
+    quantization: str = "none",
+    product: Bfloat16Product = Bfloat16Product.ONEDNN,
+    kernels: KernelSet | None = None,
 ) -> Projection:
     """The fastest form of `linear` on its device; a packed one holds a copy of the weight and no more of the original.
 
@@ -78,8 +87,12 @@ def pack(
             where `product` is one of `IN_PANELS`.
         quantization: `none`, or `int8` where `multiplies_int8()`.
         product: Of bfloat16 weights on a CPU.
+        kernels: Multiply few rows themselves where they are `FewRowsProducts`.
     """
     weight = linear.weight
+    by_kernel = _few_rows(weight, linear.bias, kernels)
+    if by_kernel is not None:
+        return MixedProduct(few=by_kernel, many=linear, most=by_kernel.most)
     if quantization == "int8":
         return Int8Panels.pack(weight, linear.bias)
     if weight.device.type != "cpu" or weight.dtype not in _PACKABLE:
@@ -98,6 +111,14 @@ def pack(
         return linear
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
     return PackedLinear(weight=packed, bias=linear.bias)
+
+
+def _few_rows(
+    weight: torch.Tensor, bias: torch.Tensor | None, kernels: KernelSet | None
+) -> FewRowsProduct | None:
+    if not isinstance(kernels, FewRowsProducts):
+        return None
+    return kernels.few_rows_product(weight, bias)
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
@@ -183,16 +204,20 @@ class WideProduct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WideOutput:
-    """A GPU's product of 16 bits that is summed, and given, in float32."""
+    """A GPU's product of 16 bits that is summed, and given, in float32; of few rows by `few`, where there is one."""
 
     weight: torch.Tensor
+    few: FewRowsProduct | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `[num_tokens, in]` to `[num_tokens, out]` float32."""
-        return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        shape = x.shape[0], self.weight.shape[0]
+        return self.into(x, torch.empty(shape, dtype=torch.float32, device=x.device))
 
     def into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The same, written to `out`, which it returns."""
+        if self.few is not None and x.shape[0] <= self.few.most:
+            return self.few(x, out)
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
 
 
@@ -214,8 +239,9 @@ def pack_head(
     if fixed_rows and isinstance(kernels, BatchInvariant):
         return KernelRows(linear=linear, kernels=kernels, out_dtype=torch.float32)
     if weight.device.type != "cpu" and weight.dtype != torch.float32:
-        wide_output = WideOutput(weight=weight)
-        return fix_rows(wide_output) if fixed_rows else wide_output
+        if fixed_rows:
+            return fix_rows(WideOutput(weight=weight))
+        return WideOutput(weight=weight, few=_few_rows(weight, None, kernels))
     if weight.dtype == torch.bfloat16 and quantization == "none" and reads_bfloat16():
         return BFloat16Panels.pack(weight, None).wide
     if quantization == "none":

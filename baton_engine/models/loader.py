@@ -193,7 +193,7 @@ def _opened(
     def hold(linear: Linear) -> Projection:
         if fixed_rows:
             return pack_fixed(linear, quantization, chosen, multiplies)
-        return pack(linear, quantization, multiplies)
+        return pack(linear, quantization, multiplies, chosen)
 
     def hold_head(weight: torch.Tensor) -> Projection:
         return pack_head(weight, quantization, chosen, fixed_rows=fixed_rows)

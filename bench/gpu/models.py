@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton_engine.kernels.ports import BatchInvariant, KernelSet
+from baton_engine.kernels.ports import BatchInvariant, FewRowsProducts, KernelSet
 from baton_engine.models.config import ModelSpec
 from baton_engine.models.decoder import (
     Decoder,
@@ -17,7 +17,7 @@ from baton_engine.models.decoder import (
     PagedSelfAttention,
     RmsNorm,
 )
-from baton_engine.models.linear import KernelRows, Linear, Projection, pack_head
+from baton_engine.models.linear import KernelRows, Linear, Projection, pack, pack_head
 from baton_engine.models.rotary import RopeSpec, RotaryEmbedding
 
 _EPS = 1e-5
@@ -174,7 +174,7 @@ def random_decoder(
         plain = Linear(weight=weight, bias=bias)
         if isinstance(kernels, BatchInvariant):
             return KernelRows(linear=plain, kernels=kernels)
-        return plain
+        return pack(plain, kernels=kernels) if isinstance(kernels, FewRowsProducts) else plain
 
     def linear(rows: int, columns: int, *, bias: bool = False) -> Projection:
         zeros = torch.zeros(rows, dtype=dtype, device=device) if bias else None

@@ -8,6 +8,7 @@ last of them is NVIDIA's promise.
 """
 
 import itertools
+import math
 import queue
 import socket
 import struct
@@ -38,6 +39,9 @@ from kv_transfer.memory.region_server import RegionServer
 from kv_transfer.plan import check_pages, runs
 from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
 
+_WIDEST_WORD = 16
+"""Bytes that a kernel reads at once at most."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PageRows:
@@ -61,12 +65,25 @@ class PageRows:
     target_pages: Numbers
     length: int
 
-    def addresses(self) -> Numbers:
-        """Where each part is and where it goes, `[n, 2]`."""
-        found = np.empty((len(self.source_pages), 2), dtype=np.int64)
-        found[:, 0] = self.source + self.source_pages * self.source_pitch
-        found[:, 1] = self.target + self.target_pages * self.target_pitch
-        return found
+    @property
+    def count(self) -> int:
+        """Pages."""
+        return len(self.source_pages)
+
+    @property
+    def alignment(self) -> int:
+        """What all addresses are multiples of, as far as it matters: a power of two up to 16."""
+        pitches = self.source_pitch, self.target_pitch
+        return math.gcd(_WIDEST_WORD, self.source, self.target, *pitches)
+
+    def write_addresses(self, out: Numbers, begin: int) -> None:
+        """Where the parts from `begin` on are and where they go, to `out` `[n, 2]`."""
+        taken = slice(begin, begin + len(out))
+        here, there = out[:, 0], out[:, 1]
+        np.multiply(self.source_pages[taken], self.source_pitch, out=here)
+        np.multiply(self.target_pages[taken], self.target_pitch, out=there)
+        here += self.source
+        there += self.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +133,22 @@ class ArenaPair:
 
 
 class PageMover(Protocol):
-    """Copies scattered pages within the reach of one GPU."""
+    """Copies scattered pages within the reach of one GPU, in the order of one stream. For one thread at a time."""
 
-    def move(self, pages: Sequence[PageRows], stream: Stream) -> None:
+    def move(self, pages: Sequence[PageRows]) -> None:
         """Queues the copies; all addresses are device memory that this process maps. A page that is named twice as a
         target has to get the same bytes both times.
         """
+
+    def close(self) -> None:
+        """Gives back what it holds; everything that was queued is done."""
+
+
+class PageMovers(Protocol):
+    """Gives each stream its `PageMover`."""
+
+    def on(self, stream: Stream) -> PageMover:
+        """One that queues on `stream`."""
 
 
 class RowCopies(Protocol):
@@ -131,15 +158,27 @@ class RowCopies(Protocol):
         """Queues a copy between device memory and device memory."""
 
 
-class DriverMover:
+@dataclass(frozen=True, slots=True)
+class DriverMovers:
     """Moves pages with the copy engine: one copy for each run of neighbours. Good for large pages; a kernel begins many
     small copies at once (`baton_engine.kernels.triton.page_move.PageKernel`).
     """
 
-    def __init__(self, driver: RowCopies) -> None:
-        self._driver = driver
+    driver: RowCopies
 
-    def move(self, pages: Sequence[PageRows], stream: Stream) -> None:
+    def on(self, stream: Stream) -> "DriverMover":
+        """See `PageMovers`."""
+        return DriverMover(self.driver, stream)
+
+
+@dataclass(frozen=True, slots=True)
+class DriverMover:
+    """See `DriverMovers`."""
+
+    driver: RowCopies
+    stream: Stream
+
+    def move(self, pages: Sequence[PageRows]) -> None:
         """See `PageMover`."""
         for part in pages:
             for begin, to, count in runs(part.source_pages.tolist(), part.target_pages.tolist()):
@@ -151,7 +190,10 @@ class DriverMover:
                     length=part.length,
                     count=count,
                 )
-                self._driver.copy_rows(rows, stream)
+                self.driver.copy_rows(rows, self.stream)
+
+    def close(self) -> None:
+        """See `PageMover`; it holds nothing."""
 
 
 _log = get_logger(__name__)
@@ -218,6 +260,7 @@ class CudaIpcWriter:
         waits for this process to end, as it has to where the GPU refuses everything.
         """
         try:
+            self._peer.mover.close()
             self._peer.driver.end(self._peer.stream)
             self._peer.driver.close(self._peer.mapped)
         except TransferError as error:
@@ -281,7 +324,7 @@ class CudaIpcWriter:
         ready = jobs[0][0].ready
         if ready is not None:
             self._peer.driver.follow(self._peer.stream, ready.event)
-        self._peer.mover.move(rows, self._peer.stream)
+        self._peer.mover.move(rows)
 
     def _wait_and_report(self, jobs: list[_Job], error: TransferError | None) -> None:
         """No push is reported before the GPU is through with it, also of one that failed in between."""
@@ -357,12 +400,12 @@ class CudaIpcSender:
         driver: CudaDriver,
         *,
         num_blocks: int,
-        mover: PageMover | None = None,
+        movers: PageMovers | None = None,
     ) -> None:
-        """`mover` copies the pages; None leaves it to the driver."""
+        """`movers` copy the pages; None leaves it to the driver."""
         self._arena = arena
         self._driver = driver
-        self._mover = mover or DriverMover(driver)
+        self._movers = movers or DriverMovers(driver)
         self._num_blocks = num_blocks
 
     def connect(
@@ -402,7 +445,7 @@ class CudaIpcSender:
         )
         mapped_peer = MappedPeer(
             driver=self._driver,
-            mover=self._mover,
+            mover=self._movers.on(stream),
             mapped=mapped,
             stream=stream,
             connection=connection,

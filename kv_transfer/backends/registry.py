@@ -21,7 +21,7 @@ from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import KvReceiver, KvSender
 
 if TYPE_CHECKING:
-    from kv_transfer.backends.cuda_ipc import PageMover
+    from kv_transfer.backends.cuda_ipc import PageMovers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def open_senders(
     num_blocks: int,
     secret: bytes,
     listening: Listening,
-    mover: "PageMover | None" = None,
+    movers: "PageMovers | None" = None,
 ) -> dict[str, KvSender]:
     """A sender per backend that moves pages of the arena in `region`, in the order of `names`.
 
@@ -103,14 +103,14 @@ def open_senders(
         num_blocks: Its pages.
         secret: The cluster's, which peers on other hosts want proven.
         listening: Where transports may listen.
-        mover: Copies pages on a GPU faster than its driver; None without.
+        movers: Copy pages on a GPU faster than its driver; None without.
 
     Raises:
         ConfigError: As `usable`.
     """
     arena = _span(region)
     return {
-        name: _sender(name, arena, num_blocks, secret, listening, mover)
+        name: _sender(name, arena, num_blocks, secret, listening, movers)
         for name in _moving(names, arena)
     }
 
@@ -193,7 +193,7 @@ def _sender(
     num_blocks: int,
     secret: bytes,
     listening: Listening,
-    mover: "PageMover | None",
+    movers: "PageMovers | None",
 ) -> KvSender:
     match name:
         case "cuda_ipc":
@@ -201,7 +201,7 @@ def _sender(
             from kv_transfer.memory.cuda import Cuda
 
             driver = Cuda(arena.device or 0)
-            return CudaIpcSender(arena, driver, num_blocks=num_blocks, mover=mover)
+            return CudaIpcSender(arena, driver, num_blocks=num_blocks, movers=movers)
         case "nixl":
             from kv_transfer.backends.nixl import NixlSender
 

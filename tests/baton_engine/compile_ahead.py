@@ -25,7 +25,7 @@ _BUFFERS = re.compile(r"ttg\.local_alloc.*memdesc<(\d+)x\d+x\d+x")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """One way to compile one kernel.
+    """One way to compile one kernel; one that can be launched early is so where the GPU can.
 
     Attributes:
         kernel: `module:function` below `baton_engine.kernels`.
@@ -107,6 +107,8 @@ def _build(build: Build, capability: int, folder: Path) -> Built:
     kinds |= {argument: _NUMBERS.get(kind, kind) for argument, kind in build.numbers.items()}
     ones = [name for name in build.ones if not kernel.params[places[name]].do_not_specialize]
     constants = build.constants | dict.fromkeys(ones, 1)
+    early = {"early": capability >= 90} if "early" in places else {}
+    constants |= early
     kinds |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         fn=kernel,
@@ -119,7 +121,9 @@ def _build(build: Build, capability: int, folder: Path) -> Built:
         },
     )
     compiled = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options=build.options
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options=build.options | {"launch_pdl": early.get("early", False)},
     )
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])

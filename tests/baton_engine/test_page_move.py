@@ -1,8 +1,11 @@
 """Triton's page mover against its torch twin: on a GPU, else under Triton's interpreter, which works on the CPU."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,10 +35,20 @@ class Part:
     def length(self) -> int:
         return int(self.source.shape[1])
 
-    def addresses(self) -> np.ndarray:
-        here = self.source.data_ptr() + np.array(self.source_rows) * self.source.stride(0)
-        there = self.target.data_ptr() + np.array(self.target_rows) * self.target.stride(0)
-        return np.stack([here, there], axis=1).astype(np.int64)
+    @property
+    def count(self) -> int:
+        return len(self.source_rows)
+
+    @property
+    def alignment(self) -> int:
+        strides = self.source.stride(0), self.target.stride(0)
+        return math.gcd(16, self.source.data_ptr(), self.target.data_ptr(), *strides)
+
+    def write_addresses(self, out: np.ndarray, begin: int) -> None:
+        taken = slice(begin, begin + len(out))
+        here, there = np.array(self.source_rows[taken]), np.array(self.target_rows[taken])
+        out[:, 0] = self.source.data_ptr() + here * self.source.stride(0)
+        out[:, 1] = self.target.data_ptr() + there * self.target.stride(0)
 
     def move_by_twin(self) -> None:
         here, there = torch.tensor(self.source_rows), torch.tensor(self.target_rows)
@@ -50,14 +63,25 @@ def rows(num_pages: int, row_bytes: int) -> torch.Tensor:
 
 def move(page_move: ModuleType, *parts: Part) -> None:
     """As a writer does it, on a stream of its own."""
+    with moving(page_move) as mover:
+        mover.move(parts)
+
+
+@contextmanager
+def moving(page_move: ModuleType) -> Iterator[Any]:
+    """A mover on a stream of its own, which has done its work when this is left."""
     kernel = page_move.PageKernel(torch.device(DEVICE))
     if DEVICE == "cpu":
-        kernel.move(parts, 0)
+        mover = kernel.on(0)
+        yield mover
+        mover.close()
         return
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    kernel.move(parts, stream.cuda_stream)
+    mover = kernel.on(stream.cuda_stream)
+    yield mover
     stream.synchronize()
+    mover.close()
 
 
 @pytest.mark.parametrize("row_bytes", [8, 1024, 32 * 1024, 40_008])
@@ -102,6 +126,33 @@ def test_a_page_may_be_written_twice_with_the_same(page_move):
     wanted = target.clone()
     wanted[2] = source[1]
     move(page_move, Part(source, (1,) * 64, target, (2,) * 64))
+    assert torch.equal(target, wanted)
+
+
+def test_more_pages_than_the_tables_have_rows_for_go_in_turns(page_move, monkeypatch):
+    """Tables of 8 rows, of which a push takes 2, then 4, then all: those of one push, and of pushes after it."""
+    monkeypatch.setattr(page_move, "_TABLE_ROWS", 8)
+    monkeypatch.setattr(page_move, "_FIRST_BYTES", 2 * 64)
+    source, target = rows(64, 64), rows(64, 64)
+    wanted, order = target.clone(), torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    pushes = [order[:31], order[31:33], order[33:34], order[34:63]]
+    with moving(page_move) as mover:
+        for pages in pushes:
+            Part(source, pages.tolist(), wanted, pages.flip(0).tolist()).move_by_twin()
+            mover.move([Part(source, pages.tolist(), target, pages.flip(0).tolist())])
+    assert torch.equal(target, wanted)
+    assert not torch.equal(source, target)
+
+
+def test_what_was_gathered_for_a_push_that_broke_off_goes_nowhere(page_move):
+    source, target = rows(4, 64), rows(4, 64)
+    wanted = target.clone()
+    wanted[3] = source[2]
+    broken = Part(source, (1, 2, 3), target, (1, 2))
+    with moving(page_move) as mover:
+        with pytest.raises(ValueError, match="broadcast"):
+            mover.move([Part(source, (0,), target, (0,)), broken])
+        mover.move([Part(source, (2,), target, (3,))])
     assert torch.equal(target, wanted)
 
 

@@ -107,12 +107,12 @@ def rotate(head_dim: int = 128, *, normed: bool = False, bits: int = 16) -> Buil
     )
 
 
-def page_move(alignment: int = 16) -> Build:
+def page_move(alignment: int = 16, *, ragged: bool = False) -> Build:
     return Build(
         kernel="page_move:_move_kernel",
         pointers={"addresses": "i64"},
-        numbers={"words": "int"},
-        constants={"tile": 8192, "alignment": alignment},
+        numbers=dict.fromkeys(("words", "tiles", "tiles_of_row"), "int"),
+        constants={"tile": 4096, "alignment": alignment, "ragged": ragged},
         options={"num_warps": 16},
         aligned=("words",) if alignment == 16 else (),
     )
@@ -139,6 +139,20 @@ def row_matmul(
         pointers=pointers | {"parts": "fp32" if apart else kind},
         numbers=dict.fromkeys(("num_rows", "outputs", "inputs", "run"), "int"),
         constants=settings | {"ragged": ragged, "apart": apart, "biased": True},
+        options=options,
+        aligned=("outputs", "inputs", "run"),
+    )
+
+
+def few_rows(rows: int = 1, *, crowded: bool = False) -> Build:
+    settings, _ = kernels("few_rows_matmul").tile_of(rows, crowded=crowded)
+    options = {name: settings.pop(name) for name in ("num_warps", "num_stages")}
+    pointers = dict.fromkeys(("x", "weight", "bias", "out"), "bf16")
+    return Build(
+        kernel="few_rows_matmul:few_rows_kernel",
+        pointers=pointers | {"parts": "fp32", "arrived": "i32"},
+        numbers=dict.fromkeys(("num_rows", "outputs", "inputs", "run", "pieces"), "int"),
+        constants=settings | {"biased": True},
         options=options,
         aligned=("outputs", "inputs", "run"),
     )
@@ -203,11 +217,14 @@ def served(capability: int) -> list[Build]:
         add_pieces(),
         row_matmul(),
         add_parts(),
+        few_rows(),
+        few_rows(64, crowded=True),
         rms_norm(),
         silu_mul(),
         rotate(normed=True),
         page_move(),
         page_move(alignment=8),
+        page_move(ragged=True),
         page_sum(),
         *draws(),
     ]
@@ -256,6 +273,8 @@ def assert_built(builds: list[Build], capability: int, folder: Path) -> None:
             assert bool(built.wide_loads) == (build.constants["alignment"] == 16), (
                 f"{build}: {built}"
             )
+        if "few_rows" in build.kernel and capability == 90:
+            assert programs(build, built, capability) == 2, f"{build}: {built}"
         if (
             "tile" in build.constants
             and "head_dim" in build.constants

@@ -20,7 +20,7 @@ from tests.baton_engine.whole_engine import WholeEngine
 A = SeqId("a")
 
 
-class Mover:
+class Movers:
     """Notes what is moved."""
 
     def __init__(self) -> None:
@@ -112,8 +112,8 @@ def test_an_engine_draws_the_same_after_it(tmp_path: Path) -> None:
 
 
 def test_pages_are_moved_whole_and_by_every_share_of_their_heads() -> None:
-    mover: Any = Mover()
+    movers: Any = Movers()
     sums: Any = Sums()
-    PageKernels(mover=mover, sums=sums, num_kv_heads=6).warm_up()
-    assert mover.lengths == [6 * 64, 3 * 64, 2 * 64, 64]
+    PageKernels(movers=movers, sums=sums, num_kv_heads=6).warm_up()
+    assert movers.lengths == [6 * 64, 3 * 64, 2 * 64, 64]
     assert sums.layers == [0]

@@ -62,6 +62,8 @@ _SHAPE = GpuShape(
     hidden=64, intermediate=96, layers=1, heads=4, kv_heads=2, head_dim=32,
     vocab=320, bias=True, tied=False,
 )  # fmt: skip
+_IN_TILES = replace(_SHAPE, hidden=512, intermediate=512)
+"""Matrices of which few rows are multiplied by the kernels' own products."""
 _WIDE = replace(_SHAPE, hidden=1056, intermediate=1056)
 """Matrices whose products are taken in pieces, for kernels of which none computes here."""
 _LIMITS = EngineLimits(
@@ -156,6 +158,8 @@ class _Engine:
 
 def _engine(way: Way, directory: Path) -> _Engine:
     shape, kernels = _SHAPE, TritonKernels(multiprocessors=8)
+    if way in (Way.EAGER, Way.GRAPHS):
+        shape = _IN_TILES
     if way is Way.DETERMINISTIC:
         shape, kernels = _WIDE, InvariantTritonKernels()
     decoder = random_decoder(shape, kernels, _CPU, torch.float16, _LONGEST)

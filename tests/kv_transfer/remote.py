@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kv_transfer.backends.cuda_ipc import PageMover
+from kv_transfer.backends.cuda_ipc import PageMovers
 from kv_transfer.backends.registry import open_senders
 from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.shared_region import SharedRegion
@@ -105,7 +105,7 @@ class Remote:
         backend: Name of the backend.
         address: Of the child's gate; a path gets a number of its own for each child.
         device: The GPU in which both arenas lie; None for host memory.
-        mover: Copies pages on the GPU; None for the backend's own way.
+        movers: Copy pages on the GPU; None for the backend's own way.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Remote:
         backend: str,
         address: str,
         device: int | None = None,
-        mover: PageMover | None = None,
+        movers: PageMovers | None = None,
     ) -> None:
         self._backend = backend
         self._address = address
@@ -129,7 +129,7 @@ class Remote:
             num_blocks=SENDER_BLOCKS,
             secret=SECRET,
             listening=Listening.at(address, "", ""),
-            mover=mover,
+            movers=movers,
         )
         self._sender = senders[backend]
         self._children: list[Child] = []
@@ -156,10 +156,10 @@ class Remote:
 
 @contextmanager
 def remote(
-    backend: str, address: str, device: int | None = None, mover: PageMover | None = None
+    backend: str, address: str, device: int | None = None, movers: PageMovers | None = None
 ) -> Iterator[Remote]:
     """Both processes of a backend."""
-    both = Remote(backend, address, device, mover)
+    both = Remote(backend, address, device, movers)
     try:
         yield both
     finally:

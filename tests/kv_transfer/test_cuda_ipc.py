@@ -15,7 +15,7 @@ from kv_transfer.backends.cuda_ipc import (
     CudaIpcReceiver,
     CudaIpcSender,
     DriverMover,
-    PageMover,
+    PageMovers,
     PageRows,
 )
 from kv_transfer.memory.arena import ArenaSpan
@@ -53,34 +53,50 @@ class Written:
         raise AssertionError("a copy waits on its stream, not on the host")
 
 
-class Broken:
+class Mover:
+    """The driver's, of the one stream that it was asked for."""
+
+    def __init__(self, driver: FakeCuda) -> None:
+        self._driver = driver
+        self.closed = False
+
+    def on(self, stream: Stream) -> "Mover":
+        self._inner = DriverMover(self._driver, stream)
+        return self
+
+    def move(self, pages: Sequence[PageRows]) -> None:
+        self._inner.move(pages)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Broken(Mover):
     """Fails the first time."""
 
-    def __init__(self, mover: PageMover) -> None:
-        self._mover = mover
-        self._failed = False
+    failed = False
 
-    def move(self, pages: Sequence[PageRows], stream: Stream) -> None:
-        if not self._failed:
-            self._failed = True
+    def move(self, pages: Sequence[PageRows]) -> None:
+        if not self.failed:
+            self.failed = True
             raise RuntimeError("CUDA out of memory")
-        self._mover.move(pages, stream)
+        super().move(pages)
 
 
-class Watched:
+class Watched(Mover):
     """Counts what it is told to move together; stands still until `go` is set."""
 
-    def __init__(self, mover: PageMover) -> None:
-        self._mover = mover
+    def __init__(self, driver: FakeCuda) -> None:
+        super().__init__(driver)
         self.began = threading.Event()
         self.go = threading.Event()
         self.together: list[int] = []
 
-    def move(self, pages: Sequence[PageRows], stream: Stream) -> None:
+    def move(self, pages: Sequence[PageRows]) -> None:
         self.began.set()
         assert self.go.wait(30)
         self.together.append(len(pages))
-        self._mover.move(pages, stream)
+        super().move(pages)
 
 
 class FakeLink(Link):
@@ -90,8 +106,8 @@ class FakeLink(Link):
     driver: FakeCuda
     arena: ArenaSpan
 
-    def connect(self, mover: PageMover) -> KvWriter:
-        sender = CudaIpcSender(self.arena, self.driver, num_blocks=SENDER_BLOCKS, mover=mover)
+    def connect(self, movers: PageMovers) -> KvWriter:
+        sender = CudaIpcSender(self.arena, self.driver, num_blocks=SENDER_BLOCKS, movers=movers)
         return sender.connect(self.receiver.handle(), LAYOUT)
 
 
@@ -158,7 +174,7 @@ class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance, SeveralPeer
         """Torch and Triton have faults of their own; a writer's thread that ended would leave all later pushes
         unanswered.
         """
-        writer = link.connect(Broken(DriverMover(link.driver)))
+        writer = link.connect(Broken(link.driver))
         fill(link.source)
         outcome = Outcome()
         writer.push(push(0, [2], [1]), outcome.done)
@@ -173,7 +189,7 @@ class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance, SeveralPeer
     def test_pushes_of_one_layer_go_together_and_no_layer_waits_for_a_later_one(
         self, link: FakeLink
     ):
-        mover, outcome = Watched(DriverMover(link.driver)), Outcome()
+        mover, outcome = Watched(link.driver), Outcome()
         writer = link.connect(mover)
         fill(link.source)
         writer.push(push(0, [0], [0]), outcome.done)
@@ -191,6 +207,7 @@ class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance, SeveralPeer
             written = page(link.target, RECEIVER_BLOCKS, 2, block)
             assert written == page(link.source, SENDER_BLOCKS, 2, block)
         writer.close()
+        assert mover.closed
 
     def test_pages_are_copied_once_the_gpu_has_written_them(self, link: FakeLink, writer: KvWriter):
         written = link.gpu.events[7] = threading.Event()
@@ -226,8 +243,8 @@ class TestThePageKernelOnAGpu(BackendConformance, ShardedConformance, SeveralPee
     @classmethod
     def both(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
         address = f"unix:{tmp_path_factory.mktemp('gate')}/gate"
-        mover = kernels("page_move").PageKernel(torch.device(DEVICE))
-        with remote("cuda_ipc", address, device=0, mover=mover) as both:
+        movers = kernels("page_move").PageKernel(torch.device(DEVICE))
+        with remote("cuda_ipc", address, device=0, movers=movers) as both:
             yield both
 
     @pytest.fixture

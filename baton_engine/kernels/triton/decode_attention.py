@@ -15,6 +15,7 @@ import triton.language as tl
 
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.splits import PIECE_TOKENS, Splits
+from baton_engine.kernels.triton.early_launch import await_earlier, early_launch
 from baton_engine.kernels.triton.occupancy import resident_programs
 from baton_engine.kernels.triton.paged_tiles import LOG2_E, attend_tile, blocks_of_tile
 from baton_engine.kernels.triton.prefill_attention import expect_attention
@@ -50,8 +51,11 @@ def decode_attention_kernel(
     width: tl.constexpr,
     windowed: tl.constexpr,
     scaled: tl.constexpr,
+    early: tl.constexpr,
 ):
     """One piece for one KV head: its weighted values, normalised, and log2 of its weights' sum."""
+    if early:
+        await_earlier()
     group: tl.constexpr = heads // kv_heads
     piece = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -112,8 +116,11 @@ def add_pieces_kernel(
     head_dim: tl.constexpr,
     width: tl.constexpr,
     taken: tl.constexpr,
+    early: tl.constexpr,
 ):
     """One head of one row: its pieces in order, `taken` of them at once; zeros where there are none."""
+    if early:
+        await_earlier()
     row = tl.program_id(0)
     head = tl.program_id(1)
     at = tl.arange(0, width)
@@ -216,6 +223,7 @@ def launch(
         block_tokens=block_tokens,
         windowed=window is not None,
         scaled=scales is not None,
+        **early_launch(device),
         **decode_tile(head_dim, heads // kv_heads),
     )
     add_pieces_kernel[(decodes, heads)](
@@ -227,6 +235,7 @@ def launch(
         head_dim=head_dim,
         width=triton.next_power_of_2(head_dim),
         taken=PIECES_AT_ONCE,
+        **early_launch(device),
         num_warps=2,
     )
     return out
@@ -261,6 +270,7 @@ def programs_per_multiprocessor(num_heads: int, pages: torch.Tensor) -> int:
         windowed=False,
         scaled=narrow,
         grid=(1,),
+        **early_launch(pages.device),
         **tile,
     )
     compiled._init_handles()  # as Triton's own guide does: registers are known once it is loaded

@@ -1,4 +1,4 @@
-"""The GPU's kernels as a `KernelSet`: Triton for everything but matrix products,
+"""The GPU's kernels as a `KernelSet`: Triton for everything but matrix products of many rows,
 or for these too where bits must not depend on the batch.
 
 What is called in every layer launches without looking at what it was given (`KernelSet`); who calls a kernel by itself
@@ -8,12 +8,15 @@ Imported by `baton_engine.kernels.select` alone, where Triton is installed.
 Under `TRITON_INTERPRET=1` the same code runs on the CPU.
 """
 
+from dataclasses import dataclass
+
 import torch
 
-from baton_engine.kernels.ports import HeadNorms, PagedBatch, Rotation
+from baton_engine.kernels.ports import FewRowsProduct, HeadNorms, PagedBatch, Rotation
 from baton_engine.kernels.splits import SplitRule
 from baton_engine.kernels.triton import (
     decode_attention,
+    few_rows_matmul,
     prefill_attention,
     rms_norm,
     rotary_store,
@@ -105,6 +108,36 @@ class TritonKernels:
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """See `KernelSet.silu_mul`."""
         return silu_mul.launch(x)
+
+    def few_rows_product(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> FewRowsProduct | None:
+        """See `FewRowsProducts.few_rows_product`."""
+        if not few_rows_matmul.is_faster(weight):
+            return None
+        return TritonFewRows(
+            weight=weight,
+            bias=bias,
+            arrived=few_rows_matmul.counters(weight),
+            multiprocessors=self._multiprocessors,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonFewRows:
+    """A `FewRowsProduct`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    arrived: torch.Tensor
+    multiprocessors: int
+    most: int = few_rows_matmul.MOST_ROWS
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `FewRowsProduct`."""
+        return few_rows_matmul.launch(
+            x, self.weight, self.bias, self.arrived, self.multiprocessors, out
+        )
 
 
 class InvariantTritonKernels(TritonKernels):

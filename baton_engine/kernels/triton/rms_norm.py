@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from baton_engine.kernels.checks import expect
+from baton_engine.kernels.triton.early_launch import await_earlier, early_launch
 
 
 @triton.jit
@@ -21,8 +22,11 @@ def rms_norm_kernel(
     eps,
     adds: tl.constexpr,
     width: tl.constexpr,
+    early: tl.constexpr,
 ):
     """`width` is `hidden` rounded up to a power of two; with `adds`, `residual` takes the sum."""
+    if early:
+        await_earlier()
     row = tl.program_id(0).to(tl.int64) * hidden
     at = tl.arange(0, width)
     inside = at < hidden
@@ -81,6 +85,7 @@ def launch(
         eps,
         adds=residual is not None,
         width=width,
+        **early_launch(x.device),
         num_warps=min(16, max(1, width // 512)),
     )
     return out

@@ -16,6 +16,7 @@ from baton_engine.kernels.checks import expect
 from baton_engine.kernels.ports import HeadNorms, Rotation
 from baton_engine.kernels.reference import FP8_MAX
 from baton_engine.kernels.triton.checks import expect_pages, expect_scales
+from baton_engine.kernels.triton.early_launch import await_earlier, early_launch
 
 _HEADS = 8
 """Heads per program: enough for whole cache lines,
@@ -44,8 +45,11 @@ def rotate_and_store_kernel(
     limit: tl.constexpr,
     taken: tl.constexpr,
     half_width: tl.constexpr,
+    early: tl.constexpr,
 ):
     """`taken` heads of one token; `half_width` is half a head rounded up to a power of two."""
+    if early:
+        await_earlier()
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = head_dim // 2
     head = tl.program_id(1) * taken + tl.arange(0, taken)
@@ -166,6 +170,7 @@ def launch(
         limit=FP8_MAX,
         taken=_HEADS,
         half_width=triton.next_power_of_2(head_dim // 2),
+        **early_launch(device),
         num_warps=2,
     )
     return out

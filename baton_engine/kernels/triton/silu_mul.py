@@ -8,13 +8,16 @@ import triton
 import triton.language as tl
 
 from baton_engine.kernels.checks import expect
+from baton_engine.kernels.triton.early_launch import await_earlier, early_launch
 
 _TILE = 1024
 
 
 @triton.jit
-def silu_mul_kernel(x, out, width, tile: tl.constexpr):
+def silu_mul_kernel(x, out, width, tile: tl.constexpr, early: tl.constexpr):
     """One tile of one token."""
+    if early:
+        await_earlier()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = at < width
@@ -41,5 +44,6 @@ def launch(x: torch.Tensor) -> torch.Tensor:
     tokens, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     if tokens:
-        silu_mul_kernel[(tokens, triton.cdiv(width, _TILE))](x, out, width, tile=_TILE)
+        grid = (tokens, triton.cdiv(width, _TILE))
+        silu_mul_kernel[grid](x, out, width, tile=_TILE, **early_launch(x.device))
     return out
