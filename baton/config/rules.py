@@ -315,6 +315,11 @@ RULES: tuple[Rule, ...] = (
         holds=lambda v: all(0 < amount < float("inf") for amount in v.values()),
         demand="must hold amounts above 0",
     ),
+    Rule(
+        path="ray.worker_ports",
+        holds=lambda v: v == "" or parse_ports(v) is not None,
+        demand="must be the first and the last port, as 7001-7032",
+    ),
     _one_of("log.level", LOG_LEVELS),
     Rule(path="trace.endpoint", holds=bool, demand="must not be empty"),
     Rule(path="trace.sample_ratio", holds=lambda v: 0 <= v <= 1, demand="must be from 0 to 1"),
@@ -349,6 +354,10 @@ def contradiction(config: BatonConfig) -> str | None:
         return f"pool.peer_address: others cannot reach {pool.advertise_address or pool.peer_address}; set pool.advertise_address to host:port"
     if (taken := _in_transfer_ports(config)) is not None:
         return f"transfer.ports is {config.transfer.ports}, which holds the port of {taken}"
+    if _overlap(config.ray.worker_ports, config.transfer.ports):
+        return (
+            f"ray.worker_ports is {config.ray.worker_ports}, which shares ports with transfer.ports"
+        )
     if pool.low_watermark > pool.high_watermark:
         return "pool.low_watermark must not be above pool.high_watermark"
     if bool(pool.ssd_dir) != bool(pool.ssd_bytes):
@@ -456,6 +465,11 @@ def _adapters_misfit(config: BatonConfig) -> str | None:
         if name in adapters:
             return f"model.lora_modules: {name} is the model's own name"
     return None
+
+
+def _overlap(one: str, other: str) -> bool:
+    mine, theirs = parse_ports(one) or range(0), parse_ports(other) or range(0)
+    return bool(range(max(mine.start, theirs.start), min(mine.stop, theirs.stop)))
 
 
 def _in_transfer_ports(config: BatonConfig) -> str | None:

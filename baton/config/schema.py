@@ -562,6 +562,9 @@ class RayConfig:
         strategy: How the workers of one pool lie: `SPREAD` over nodes, `PACK`, `STRICT_PACK` on one node,
             or `STRICT_SPREAD`.
         placement_timeout_s: How long a place for each worker is waited for at start.
+        worker_ports: The first and the last port at which workers listen on their nodes, as `7001-7032`, so that network
+            policies can name them; at least as many as workers share a node. Empty for any. KV memory and transports
+            listen on `transfer.ports` beside them.
     """
 
     address: str = ""
@@ -571,6 +574,7 @@ class RayConfig:
     labels: dict[str, str] = field(default_factory=dict)
     strategy: str = "SPREAD"
     placement_timeout_s: float = 20.0
+    worker_ports: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -317,7 +317,8 @@ class RayChild:
                 yield event_of(msgspec.json.decode(said, type=Status), name, incarnation)
             returncode = said
         except self._ray.exceptions.RayError as error:
-            reason = str(error).splitlines()[0]
+            # What the actor raised stands at the end of a story of many lines.
+            reason = str(getattr(error, "cause", None) or error).splitlines()[0]
             if _OTHER_HEAD in reason:
                 lost = UnavailableError(_STATE_LOST)
                 yield ChildFatal(name=name, incarnation=incarnation, error=lost)

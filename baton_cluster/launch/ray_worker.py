@@ -5,11 +5,15 @@ It has the devices that Ray gave the actor. When the actor dies, Ray ends the pr
 """
 
 import socket
+import zlib
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
+from baton.config.ports import parse_ports
+from baton.errors import UnavailableError
 from baton.ids import Incarnation
 from baton_cluster.launch.assignment import decode
 from baton_cluster.launch.child_process import Spawned, spawn
@@ -32,12 +36,13 @@ class WorkerActor:
         _sweep(part.name)
         self._runtime = RuntimeDir.claim(_directory(part.name, part.incarnation))
         cluster = replace(told.config.cluster, runtime_dir=str(self._runtime.path))
+        ports = parse_ports(told.config.ray.worker_ports)
         told = replace(
             told,
             config=replace(told.config, cluster=cluster),
             part=replace(
                 part,
-                worker=replace(worker, address=f"{host}:{_free_port(host)}"),
+                worker=replace(worker, address=f"{host}:{free_port(host, part.name, ports)}"),
                 lock_fd=self._runtime.lock_fd,
             ),
         )
@@ -82,10 +87,21 @@ def _sweep(name: str) -> None:
             RuntimeDir.claim(left).release()
 
 
-def _free_port(host: str) -> int:
-    """Another process may take it meanwhile; the worker then ends, and its next start draws another."""
+def free_port(host: str, name: str, ports: range | None) -> int:
+    """A port at which the worker `name` can listen, of `ports` if these are given: each worker looks from another one
+    on, for others may be starting too. Whoever takes it meanwhile makes the worker end; its next start looks again.
+
+    Raises:
+        UnavailableError: None of `ports` is free.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as bound:
-        bound.bind((host, 0))
-        port: int = bound.getsockname()[1]
-        return port
+    first = zlib.crc32(name.encode())
+    for turn in range(len(ports) if ports else 1):
+        wanted = ports[(first + turn) % len(ports)] if ports else 0
+        with socket.socket(family) as bound, suppress(OSError):
+            # As gRPC binds: a port whose last connections have just ended is free.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((host, wanted))
+            port: int = bound.getsockname()[1]
+            return port
+    raise UnavailableError(f"{name}: no port of ray.worker_ports is free at {host}")

@@ -111,6 +111,11 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(clus
             "pool: {directory: redis, redis_url: 'redis://x', peer_address: '0.0.0.0:7002'}",
             "others cannot reach 0.0.0.0:7002; set pool.advertise_address to host:port",
         ),
+        ("ray: {worker_ports: '7001'}", "ray.worker_ports: must be the first and the last port"),
+        (
+            "{transfer: {ports: 7100-7199}, ray: {worker_ports: 7001-7100}}",
+            "ray.worker_ports is 7001-7100, which shares ports with transfer.ports",
+        ),
         ("grammar: {max_bytes: 1000000}", "grammar.max_bytes: must be from 1 to 262144"),
         ("log: {level: loud}", "log.level: must be debug, info, warning or error, not 'loud'"),
         ("router: {port: 1\n", "cluster.yaml:2: expected ',' or '}', but got '<stream end>'"),

@@ -15,6 +15,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 KUSTOMIZE = ROOT / "deploy" / "k8s"
 OVERLAYS = tuple(sorted(one.name for one in (KUSTOMIZE / "overlays").iterdir()))
+ON_RAY = ("kuberay",)
+"""Overlays whose workers Ray places: they have no StatefulSets, and what these promise is not asked of them."""
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet", "Job")
 WORKERS = ("prefill", "decode", "hybrid")
 CONFIG_FILE = "/etc/baton/cluster.yaml"

@@ -76,6 +76,11 @@ def mounts(container: Container) -> dict[str, str]:
 
 
 def test_each_container_would_start(cluster, tmp_path, monkeypatch, capsys):
+    check_containers(cluster, tmp_path, monkeypatch, capsys)
+
+
+def check_containers(cluster, tmp_path, monkeypatch, capsys):
+    """Each with its own arguments, environment and files."""
     config_file = placed(cluster, tmp_path)
     for one in cluster.processes():
         with monkeypatch.context() as patch:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.manifests import ROOT, Object, Rendered, need_module, rendered
+from tests.deploy.manifests import OVERLAYS, ROOT, Object, need_module, rendered
 
 VERSION = "1.32"
 
@@ -83,9 +83,10 @@ def problem(one: Object) -> str | None:
     return None
 
 
-def test_every_object_is_valid(cluster: Rendered):
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_object_is_valid(overlay: str):
     need_module("kubernetes_validate")
-    for one in cluster.objects:
+    for one in rendered(overlay).objects:
         label = f"{one['kind']}/{one['metadata']['name']}"
         assert problem(one) is None, label
 
@@ -103,9 +104,12 @@ OF_EVERY_SCHEMA = (
 )
 
 
-@pytest.mark.parametrize("kind", OF_EVERY_SCHEMA)
-def test_an_unknown_field_is_found(kind):
+@pytest.mark.parametrize(
+    ("overlay", "kind"),
+    [*(("prod-ib", kind) for kind in OF_EVERY_SCHEMA), ("kuberay", "RayCluster")],
+)
+def test_an_unknown_field_is_found(overlay, kind):
     need_module("kubernetes_validate")
-    wrong = copy.deepcopy(rendered("prod-ib").of_kind(kind)[0])
+    wrong = copy.deepcopy(rendered(overlay).of_kind(kind)[0])
     wrong["spec"]["noSuchField"] = 1
     assert "noSuchField" in (problem(wrong) or "")

@@ -30,6 +30,8 @@ pytestmark = [
 
 ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5e" * 32}
 START_S = 90.0
+PORT = 17_801
+PORTS = f"{PORT}-{PORT + 7}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,19 @@ def names() -> set[str]:
     return found
 
 
+def listening() -> set[int]:
+    """Ports at which the workers on Ray speak gRPC with routers: the ones that others are connected to."""
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if "baton_cluster.roles" in line and line[3] in ("prefill", "decode"):
+            connections = process.net_connections("tcp")
+            listens = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+            found |= {c.laddr.port for c in connections if c.raddr and c.laddr.port in listens}
+    assert len(found) >= 3
+    return found
+
+
 def ask(url: str) -> str:
     body = {"prompt": "import os", "max_tokens": 8, "temperature": 0}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
@@ -179,7 +194,7 @@ def test_workers_are_added_in_places_of_their_own_and_give_them_back(ray_address
             "--ray-address",
             ray_address,
             cluster={**cluster_section(redis_url), "runtime_dir": str(tmp_path / "run")},
-            ray={"num_cpus": 0.5, "placement_timeout_s": 3},
+            ray={"num_cpus": 0.5, "placement_timeout_s": 3, "worker_ports": PORTS},
         ) as (url, log, _),
     ):
         eventually(lambda: "baton: ready" in log.read_text(), "ready", START_S)
@@ -206,6 +221,7 @@ def test_workers_are_added_in_places_of_their_own_and_give_them_back(ray_address
         eventually(lambda: ready() == {"prefill-0", "prefill-1", "decode-0"}, "the rest", START_S)
         assert ask(url) == text
         assert names() == {"prefill-0", "prefill-1", "decode-0"}
+        assert all(port in range(PORT, PORT + 8) for port in listening()), listening()
     eventually(lambda: not names(), "the end of all workers")
 
 
