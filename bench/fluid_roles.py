@@ -23,6 +23,7 @@ from bench.harness.trace import TRACE_BLOCK_TOKENS, TracedRequest
 from bench.simulated.cluster import Outcome, Replay, RoleChange
 from bench.simulated.hardware import Hardware, Speed
 from router.roles.planner import PlannerPolicy, RolePlanner
+from router.slo import Slo
 
 _SPEED = Speed(
     prompt_s=0.012, token_s=2e-4, attention_s=6e-10, step_s=0.02, sequence_s=1e-3, context_s=1e-6
@@ -149,7 +150,10 @@ def _run(
         speed=_SPEED,
     )
     replay = Replay(requests, hardware)
-    outcome = replay.run("predictive", speedup=1.0, seed=arguments.seed, planner=planner)
+    promise = Slo(ttft_s=arguments.ttft, tbt_s=arguments.tbt)
+    outcome = replay.run(
+        "predictive", speedup=1.0, seed=arguments.seed, planner=planner, promise=promise
+    )
     share = attainment(outcome, ttft_s=arguments.ttft, tbt_s=arguments.tbt)
     name = f"{prefill}p{arguments.workers - prefill}d" + (
         " at first, then fluid" if planner else ""

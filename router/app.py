@@ -19,6 +19,7 @@ from router import openapi
 from router.anthropic.messages import MessageWriter, TokenCounting
 from router.anthropic.replies import CountedTokens
 from router.anthropic.requests import MessagesRequest
+from router.attainment import Attainment
 from router.generation.endpoint import ConversationEndpoint
 from router.generation.grammars import GrammarChecker
 from router.generation.model_catalog import ModelCatalog
@@ -83,6 +84,7 @@ def create_app(
     tenancy: Tenancy | None = None,
     decisions: DecisionLog | None = None,
     tracer: Tracer | None = None,
+    attainment: Attainment | None = None,
 ) -> FastAPI:
     """The application. It owns nothing: generator, tokenizer and grammars outlive it.
 
@@ -97,12 +99,13 @@ def create_app(
         tenancy: Tenants, limits, guardrails and audit; what the configured keys make if None.
         decisions: What routing remembers; admins may ask for it, /metrics counts it.
         tracer: Takes the spans of requests; none are recorded if None.
+        attainment: Is told what became of promises to classes of service.
     """
     clock = clock or MonotonicClock()
     tenancy = tenancy or tenancy_of_keys(settings.router.api_keys, clock)
     decisions = decisions or DecisionLog("")
     slo_classes = SloClasses(settings.router.slo_classes)
-    metrics = RouterMetrics(registry, settings.model_names[0])
+    metrics = RouterMetrics(registry, settings.model_names[0], attainment)
     metrics.watch(status, slo_classes.names)
     registry.register(RouteDecisions(decisions))
     bodies = BodyReader(

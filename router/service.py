@@ -39,6 +39,7 @@ from router.admission.admission import Admission, queue_limits
 from router.admission.capacity import MeasuredSpeed, WorkerCapacity
 from router.admission.share_exchange import sharing
 from router.app import AppSettings, create_app
+from router.attainment import Attainment
 from router.control import RouterControl
 from router.discovery.watch import DiscoveryWatch, discovering
 from router.dispatch.dispatcher import Dispatcher
@@ -178,6 +179,7 @@ async def run(
                 credentials=credentials,
                 clock=parts.clock,
                 registry=registry,
+                attainment=parts.attainment,
                 counts=counts,
             ) as roles,
             _operated(
@@ -231,6 +233,7 @@ class RouterParts:
     status: ClusterStatus
     timer: PeriodicTimer
     clock: Clock
+    attainment: Attainment
 
 
 def compose(
@@ -324,6 +327,7 @@ def compose(
         status=status,
         timer=timer,
         clock=clock,
+        attainment=Attainment(),
     )
 
 
@@ -394,6 +398,7 @@ def _app(
         tenancy=tenancy,
         tracer=tracer,
         decisions=parts.decisions,
+        attainment=parts.attainment,
     )
 
 

@@ -275,6 +275,11 @@ RULES: tuple[Rule, ...] = (
     ),
     _one_of("roles.planner", ("off", "dry_run", "on")),
     Rule(path="roles.gain", holds=lambda v: 0 < v < 1, demand="must be above 0 and below 1"),
+    Rule(
+        path="roles.tolerated_misses",
+        holds=lambda v: 0 <= v <= 1,
+        demand="must be from 0 to 1",
+    ),
     *_above_zero(
         "roles.ttft_target_s",
         "roles.tbt_target_s",

@@ -268,6 +268,8 @@ class RolesConfig:
         drain_timeout_s: How long a worker may take to finish what its new role does not take; else it stays what it is.
         pinned_s: A worker whose role an operator has changed (`baton role`) is left alone for so long, and so are numbers
             of workers (`baton scale`).
+        tolerated_misses: Share of requests that may miss what their class of service promises before the planner takes a
+            pool to have more to do than it thought.
         scale: Whether the planner also changes the number of workers, where `baton serve` started them: one more where a
             change of a role would not help, one less where the others have little to do.
         min_workers: It leaves so many at least, of all kinds.
@@ -286,6 +288,7 @@ class RolesConfig:
     cooldown_s: float = 60.0
     drain_timeout_s: float = 300.0
     pinned_s: float = 900.0
+    tolerated_misses: float = 0.05
     scale: bool = False
     min_workers: int = 2
     max_workers: int = 8

@@ -26,6 +26,7 @@ from bench.simulated.decode import DecodeWorker
 from bench.simulated.hardware import BlockCache, Hardware, Room, Text, Timeline
 from bench.simulated.prefill import PrefillWorker
 from kv_transfer.ticket import Permit
+from router.attainment import Attainment, Target
 from router.dispatch.actions import Action, Emit, Fail, Finish, SendLeg
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.events import (
@@ -44,6 +45,7 @@ from router.roles.planner import Flip, RolePlanner
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
+from router.slo import STANDARD, Slo
 
 _SECRET = bytes(32)
 _LAYOUT = KvLayout(
@@ -117,7 +119,13 @@ class Replay:
         self._texts = [_text(root, request) for request in requests]
 
     def run(
-        self, policy: str, *, speedup: float, seed: int, planner: RolePlanner | None = None
+        self,
+        policy: str,
+        *,
+        speedup: float,
+        seed: int,
+        planner: RolePlanner | None = None,
+        promise: Slo = STANDARD,
     ) -> Outcome:
         """Replays with the trace's clock going `speedup` times as fast.
 
@@ -126,12 +134,20 @@ class Replay:
             speedup: Of the trace's clock.
             seed: Of what is drawn.
             planner: Changes workers' roles on the way; they keep them where there is none.
+            promise: To every request: the planner is told what became of it.
 
         Raises:
             EngineError: A request was not served to its end, which is a fault of the simulation or of the router.
         """
         run = _Run(
-            self._requests, self._texts, self._hardware, policy, speedup, seed, planner=planner
+            self._requests,
+            self._texts,
+            self._hardware,
+            policy,
+            speedup,
+            seed,
+            planner=planner,
+            promise=promise,
         )
         return run.outcome()
 
@@ -149,9 +165,12 @@ class _Run:
         seed: int,
         *,
         planner: RolePlanner | None,
+        promise: Slo,
     ) -> None:
         self._timeline = Timeline()
         self._planner = planner
+        self._promise = promise
+        self._attainment = Attainment()
         self._flipping: tuple[Flip, float] | None = None
         self._role_changes: list[RoleChange] = []
         self._texts: dict[RequestId, Text] = {}
@@ -280,7 +299,8 @@ class _Run:
         """As a router's planner does: looks, and has a worker change its role."""
         assert self._planner is not None
         now_s = self._timeline.now_s
-        flip = self._planner.look(look_at(self._view, now_s), now_s)
+        missed = self._attainment.missed(now_s)
+        flip = self._planner.look(look_at(self._view, now_s, missed=missed), now_s)
         if flip is not None:
             self._flipping = (flip, now_s)
             self._feed(self._report_of(flip.worker))
@@ -299,6 +319,14 @@ class _Run:
             decided_s=decided_s, changed_s=now_s, worker=identity.worker_id, role=flip.role
         )
         self._role_changes.append(change)
+
+    def _judge(self, served: Served) -> None:
+        """As a router judges a request at its end."""
+        name, promise = self._promise.name, self._promise
+        if promise.ttft_s is not None:
+            self._attainment.note(name, Target.TTFT, kept=served.ttft_s <= promise.ttft_s)
+        if promise.tbt_s is not None:
+            self._attainment.note(name, Target.TBT, kept=served.tbt_s <= promise.tbt_s)
 
     def _tick(self) -> None:
         self._feed(TimePassed())
@@ -325,7 +353,9 @@ class _Run:
                 served.first_s = served.first_s or self._timeline.now_s
             case Finish():
                 self._left -= 1
-                self._served[action.request_id].cached_tokens = action.timing.cached_tokens
+                served = self._served[action.request_id]
+                served.cached_tokens = action.timing.cached_tokens
+                self._judge(served)
             case Fail():
                 raise EngineError(f"{action.request_id}: {action.error}")
             case _:

@@ -3,12 +3,15 @@ by this router's own legs and by its forecasts.
 """
 
 from baton.ids import Role
+from router.attainment import NOTHING_MISSED, Missed
 from router.roles.planner import Look, WorkerLook
 from router.routing.predictive import queue_s
 from router.routing.view import ClusterView, WorkerView
 
 
-def look_at(view: ClusterView, now_s: float, *, waiting: int = 0) -> Look:
+def look_at(
+    view: ClusterView, now_s: float, *, waiting: int = 0, missed: Missed = NOTHING_MISSED
+) -> Look:
     """The cluster of `view` at this moment.
 
     Args:
@@ -16,6 +19,7 @@ def look_at(view: ClusterView, now_s: float, *, waiting: int = 0) -> Look:
         now_s: The time.
         waiting: Requests in the router's line. While every prefill worker has a prompt they wait for one of those, else
             for a place on a decode worker.
+        missed: What requests were promised lately and did not get.
     """
     usable = set(view.usable(now_s))
     promised = [w.tightest_tbt_s for w in view.workers if w.tightest_tbt_s is not None]
@@ -29,6 +33,7 @@ def look_at(view: ClusterView, now_s: float, *, waiting: int = 0) -> Look:
         waiting=0 if for_prefill else waiting,
         waiting_s=waiting * prompt_s if for_prefill else 0.0,
         tbt_s=min(promised, default=None),
+        missed=missed,
     )
 
 

@@ -7,7 +7,8 @@ would do to the pool that gives a worker (N/(N-1) of its load on each that is le
 
 A worker flips when the worse of the two pressures has been high for a while, and would be clearly lower afterwards, the
 time included in which the worker serves neither pool. Then nothing flips for a while. What is decided, and why,
-is said in words.
+is said in words. Where requests miss what their classes of service promise although less was predicted, the prediction
+is corrected by what was measured.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,14 @@ from dataclasses import dataclass
 
 from baton.ids import Role, WorkerIdentity
 from baton.story import StoryEntry, StoryLog
+from router.attainment import NOTHING_MISSED, Missed
 
 PLANNER = "planner"
 """The name under which its story is told."""
 
 _ITERATIONS = 8
+_BUSY = 0.5
+"""Of the pressure above which a flip is considered: what is missed with less to do is not for want of workers."""
 _SETTLING_S = 10.0
 
 
@@ -37,6 +41,7 @@ class PlannerPolicy:
         cooldown_s: Nothing flips for so long after a flip.
         memory_s: Time constant of the averages.
         pinned_s: A worker whose role an operator has changed is left alone for so long.
+        tolerated: Share of promises that may be missed before a pool is taken to have more to do than was thought.
     """
 
     ttft_s: float = 2.0
@@ -47,6 +52,7 @@ class PlannerPolicy:
     cooldown_s: float = 60.0
     memory_s: float = 20.0
     pinned_s: float = 900.0
+    tolerated: float = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +94,14 @@ class Look:
         waiting: Requests in line in the router because no decode worker has room.
         waiting_s: Seconds of prefill of requests in line because no prefill worker has room.
         tbt_s: The shortest time between tokens that a request there was promised; None if none was.
+        missed: What requests were promised lately, and did not get.
     """
 
     workers: Sequence[WorkerLook]
     waiting: int = 0
     waiting_s: float = 0.0
     tbt_s: float | None = None
+    missed: Missed = NOTHING_MISSED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +115,13 @@ class Flip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressures:
-    """What was found: pressure and size of each pool, and what the planner makes of it."""
+    """What was found: pressure and size of each pool, which promises were missed, and what the planner makes of it."""
 
     prefill: float = 0.0
     decode: float = 0.0
     prefill_workers: int = 0
     decode_workers: int = 0
+    missed: Missed = NOTHING_MISSED
     verdict: str = "nothing has been looked at yet"
 
 
@@ -139,6 +148,7 @@ class RolePlanner:
         self._roles: dict[WorkerIdentity, Role] = {}
         self._pinned_until_s: dict[WorkerIdentity, float] = {}
         self._last: Look | None = None
+        self._corrections = {Role.PREFILL: 1.0, Role.DECODE: 1.0}
         self.pressures = Pressures()
 
     @property
@@ -149,9 +159,7 @@ class RolePlanner:
     def predicted(self, role: Role, workers: int) -> float:
         """The pressure that the pool of `role` would have with so many workers, by the last look."""
         assert self._last is not None, "it has looked"
-        if role is Role.PREFILL:
-            return self._prefill_pressure(workers)
-        return self._decode_pressure(self._last, _pool(self._last, Role.DECODE), workers)
+        return self._pressure(role, workers)
 
     def story(self) -> tuple[StoryEntry, ...]:
         """The last verdicts and flips."""
@@ -163,15 +171,17 @@ class RolePlanner:
         self._last = look
         pools = {role: _pool(look, role) for role in (Role.PREFILL, Role.DECODE)}
         self._average(look, now_s)
-        flip, verdict = self._decide(look, pools, now_s)
         counts = (len(pools[Role.PREFILL]), len(pools[Role.DECODE]))
+        self._correct(look, counts)
+        flip, verdict = self._decide(pools, now_s)
         if verdict != self.pressures.verdict:
             self._story.record(PLANNER, now_s, verdict)
         self.pressures = Pressures(
-            prefill=self._prefill_pressure(counts[0]),
-            decode=self._decode_pressure(look, pools[Role.DECODE], counts[1]),
+            prefill=self._pressure(Role.PREFILL, counts[0]),
+            decode=self._pressure(Role.DECODE, counts[1]),
             prefill_workers=counts[0],
             decode_workers=counts[1],
+            missed=look.missed,
             verdict=verdict,
         )
         if flip is not None:
@@ -231,6 +241,7 @@ class RolePlanner:
             "sequences": sum(worker.sequences for worker in decoding) + look.waiting,
             "context": sum(worker.context_tokens for worker in decoding),
             "pages": sum(worker.pages_used for worker in decoding),
+            "waiting": float(look.waiting),
         }
         passed_s = 0.0 if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
@@ -238,6 +249,31 @@ class RolePlanner:
         for name, value in seen.items():
             before = self._mean.get(name, 0.0)
             self._mean[name] = before + share * (value - before)
+
+    def _correct(self, look: Look, counts: tuple[int, int]) -> None:
+        """What was promised and missed says more than what was thought: a pool that has something to do, and misses more
+        than is tolerated, has more than it should, by as much for any number of workers. Late first tokens are those of
+        prefill workers, unless requests wait for a place to decode. A pool that is nearly idle misses what no number of
+        workers would give.
+        """
+        ttft, tbt = look.missed.ttft, look.missed.tbt
+        if self._mean["waiting"] >= 1.0:
+            ttft, tbt = 0.0, max(ttft, tbt)
+        missed = {Role.PREFILL: ttft, Role.DECODE: tbt}
+        self._corrections = dict.fromkeys(missed, 1.0)
+        for (role, share), count in zip(missed.items(), counts, strict=True):
+            thought = self._pressure(role, count)
+            if share > self._policy.tolerated and thought >= _BUSY * self._policy.high:
+                self._corrections[role] = max(1.0, (1.0 + share) / thought)
+
+    def _pressure(self, role: Role, workers: int) -> float:
+        """Of a pool with so many workers, by the last look."""
+        assert self._last is not None, "it has looked"
+        if role is Role.PREFILL:
+            thought = self._prefill_pressure(workers)
+        else:
+            thought = self._decode_pressure(self._last, _pool(self._last, Role.DECODE), workers)
+        return self._corrections[role] * thought
 
     def _prefill_pressure(self, workers: int) -> float:
         """With so many: the share of time for which they compute,
@@ -266,9 +302,7 @@ class RolePlanner:
         busy = step_s / target_s if self._mean["sequences"] else 0.0
         return max(busy, sequences / max(1.0, places), pages)
 
-    def _decide(
-        self, look: Look, pools: dict[Role, list[WorkerLook]], now_s: float
-    ) -> tuple[Flip | None, str]:
+    def _decide(self, pools: dict[Role, list[WorkerLook]], now_s: float) -> tuple[Flip | None, str]:
         policy = self._policy
         prefill, decode = len(pools[Role.PREFILL]), len(pools[Role.DECODE])
         if self._flipping is not None:
@@ -277,16 +311,13 @@ class RolePlanner:
             return None, "a pool has no worker that is given work: roles stay what they are"
 
         def worst(prefill: int, decode: int) -> float:
-            return max(
-                self._prefill_pressure(prefill),
-                self._decode_pressure(look, pools[Role.DECODE], decode),
-            )
+            return max(self._pressure(Role.PREFILL, prefill), self._pressure(Role.DECODE, decode))
 
         before = worst(prefill, decode)
         if before < policy.high:
             self._wanted = None
             return None, "no pool has more to do than it should"
-        to_prefill = self._prefill_pressure(prefill) >= before
+        to_prefill = self._pressure(Role.PREFILL, prefill) >= before
         role = Role.PREFILL if to_prefill else Role.DECODE
         givers = pools[Role.DECODE if to_prefill else Role.PREFILL]
         free = [worker for worker in givers if worker.identity not in self._pinned_until_s]
@@ -311,6 +342,9 @@ class RolePlanner:
             f"{worker.identity.worker_id} becomes a {role.value} worker: pressure {before:.2f} of {prefill} prefill and"
             f" {decode} decode workers, {after:.2f} is predicted for {prefill + step} and {decode - step}"
         )
+        if self._corrections[role] > 1.0:
+            missed = self._last.missed if self._last is not None else NOTHING_MISSED
+            why += f"; {max(missed.ttft, missed.tbt):.0%} of a class's requests missed what they were promised"
         return Flip(worker=worker.identity, role=role, why=why), why
 
 

@@ -26,6 +26,7 @@ from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1.control_pb2_grpc import ControlStub
 from baton.story import StoryEntry
 from baton.telemetry.logs import get_logger
+from router.attainment import Attainment, Target
 from router.roles.election import Alone, Election, RedisElection
 from router.roles.look import look_at
 from router.roles.planner import PLANNER, Flip, PlannerPolicy, RolePlanner
@@ -57,6 +58,7 @@ class RolePlanning:
         change_role: Carries a flip out.
         clock: Monotonic.
         registry: Takes the planner's metrics.
+        attainment: What became of promises to classes of service.
         counts: Of the workers that a launcher runs, where there is one.
     """
 
@@ -70,9 +72,11 @@ class RolePlanning:
         change_role: ChangeRole,
         clock: Clock,
         registry: CollectorRegistry,
+        attainment: Attainment,
         counts: WorkerCounts | None = None,
     ) -> None:
         self._config = config
+        self._attainment = attainment
         self._counts = counts
         self._sizing = WorkerCountPlanner(_sizing_of(config)) if config.scale and counts else None
         self._resizing: asyncio.Task[None] | None = None
@@ -145,12 +149,14 @@ class RolePlanning:
         self._standing_by = await self._election.standing_by()
         why_not = self._standing_by or self._held  # a planner that is held keeps its lease
         now_s = self._clock.now_s()
+        missed = self._attainment.missed(now_s)  # one that stands by forgets meanwhile, too
         if why_not:
             self._planner.stand_by(why_not, now_s)
             if self._sizing is not None:
                 self._sizing.stand_by()
         else:
-            flip = self._planner.look(look_at(self._view, now_s, waiting=self._waiting()), now_s)
+            look = look_at(self._view, now_s, waiting=self._waiting(), missed=missed)
+            flip = self._planner.look(look, now_s)
             if flip is not None:
                 self._flipping = asyncio.create_task(self._carry_out(flip), name="flip")
             self._look_at_counts(now_s)
@@ -240,6 +246,7 @@ async def planning(
     credentials: ClusterCredentials | None,
     clock: Clock,
     registry: CollectorRegistry,
+    attainment: Attainment,
     counts: WorkerCounts | None = None,
 ) -> AsyncIterator[RolePlanning | None]:
     """Plans in the background while inside; None where the configuration wants no planner.
@@ -266,6 +273,7 @@ async def planning(
         change_role=WorkerControl(credentials),
         clock=clock,
         registry=registry,
+        attainment=attainment,
         counts=counts,
     )
     task = asyncio.create_task(planner.run(), name="planner")
@@ -289,7 +297,7 @@ class _PressureMetrics(Collector):
         self._planner = planner
 
     def collect(self) -> Iterator[Metric]:
-        """Pressure and size of each pool, by this router's planner; 0 while it stands by."""
+        """Pressure and size of each pool, and what was missed, by this router's planner; 0 while it stands by."""
         found = self._planner.pressures
         pressure = GaugeMetricFamily(
             "baton_planner_pressure",
@@ -305,8 +313,16 @@ class _PressureMetrics(Collector):
         ):
             pressure.add_metric((pool,), value)
             workers.add_metric((pool,), count)
+        missed = GaugeMetricFamily(
+            "baton_planner_missed_share",
+            "Requests that lately missed what their class of service promises, in the class where these are most.",
+            labels=("target",),
+        )
+        missed.add_metric((Target.TTFT.value,), found.missed.ttft)
+        missed.add_metric((Target.TBT.value,), found.missed.tbt)
         yield pressure
         yield workers
+        yield missed
 
 
 def _sizing_of(config: RolesConfig) -> SizingPolicy:
@@ -330,4 +346,5 @@ def _policy_of(config: RolesConfig) -> PlannerPolicy:
         sustained_s=config.sustained_s,
         cooldown_s=config.cooldown_s,
         pinned_s=config.pinned_s,
+        tolerated=config.tolerated_misses,
     )

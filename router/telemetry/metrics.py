@@ -18,14 +18,24 @@ from baton.telemetry.metrics import (
     TOKEN_LATENCY_BUCKETS_S,
 )
 from baton.telemetry.tally import Tally
+from router.attainment import Attainment, Target
 from router.ports import RouterStatus, Timing
 
 
 class RouterMetrics:
-    """Metrics of one router on one registry."""
+    """Metrics of one router on one registry.
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+    Args:
+        registry: Takes them.
+        model_name: Stands on those of the model.
+        attainment: Is told too what became of promises; None where nobody plans by it.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, model_name: str, attainment: Attainment | None = None
+    ) -> None:
         self.registry = registry
+        self._attainment = attainment or Attainment()
         self._http_requests = Counter(
             "baton_http_requests",
             "HTTP requests answered.",
@@ -104,11 +114,15 @@ class RouterMetrics:
 
     def first_token_promise(self, slo_class: str, *, kept: bool) -> None:
         """A request that was promised a time to its first token got it in that time, or not."""
-        self._promises.labels(self._model_name, slo_class, "ttft", _outcome(kept)).inc()
+        self._promise(slo_class, Target.TTFT, kept=kept)
 
     def pace_promise(self, slo_class: str, *, kept: bool) -> None:
         """A request that was promised a time between its tokens had no more on average, or not."""
-        self._promises.labels(self._model_name, slo_class, "tbt", _outcome(kept)).inc()
+        self._promise(slo_class, Target.TBT, kept=kept)
+
+    def _promise(self, slo_class: str, target: Target, *, kept: bool) -> None:
+        self._promises.labels(self._model_name, slo_class, target.value, _outcome(kept)).inc()
+        self._attainment.note(slo_class, target, kept=kept)
 
     def _define_queue(self) -> None:
         self._queue_length = Gauge(

@@ -1,11 +1,13 @@
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.ids import Incarnation, Role, WorkerId, WorkerIdentity
+from router.attainment import Missed
 from router.roles.planner import Flip, Look, PlannerPolicy, RolePlanner, WorkerLook
 
 POLICY = PlannerPolicy(
@@ -39,7 +41,7 @@ class Cluster:
         self.roles |= {f"d{n}": Role.DECODE for n in range(decode)}
         self.flips: list[tuple[float, Flip]] = []
 
-    def look(self, *, prompts_s: float, sequences: int) -> Look:
+    def look(self, *, prompts_s: float, sequences: int, **more: Any) -> Look:
         """Seconds of prompts that wait and sequences that decode, spread over the workers of the role."""
         prefill = [name for name, role in self.roles.items() if role is Role.PREFILL]
         decode = [name for name, role in self.roles.items() if role is Role.DECODE]
@@ -47,14 +49,15 @@ class Cluster:
             workers=[
                 *(worker(n, Role.PREFILL, backlog_s=prompts_s / len(prefill)) for n in prefill),
                 *(worker(n, Role.DECODE, sequences=sequences // len(decode)) for n in decode),
-            ]
+            ],
+            **more,
         )
 
-    def run(self, seconds: int, *, prompts_s: float, sequences: int) -> None:
+    def run(self, seconds: int, *, prompts_s: float, sequences: int, **more: Any) -> None:
         for _ in range(seconds):
             self.now_s += 1.0
             flip = self.planner.look(
-                self.look(prompts_s=prompts_s, sequences=sequences), self.now_s
+                self.look(prompts_s=prompts_s, sequences=sequences, **more), self.now_s
             )
             if flip is not None:
                 self.flips.append((self.now_s, flip))
@@ -112,6 +115,45 @@ def test_between_two_changes_a_cool_down_passes():
 def test_a_pool_that_needs_all_of_its_workers_gives_none():
     cluster = Cluster(2, 2)
     cluster.run(300, prompts_s=8.0, sequences=60)
+    assert cluster.flips == []
+
+
+def test_first_tokens_that_come_late_say_that_prefill_workers_have_more_to_do_than_was_thought():
+    calm, late = Cluster(3, 5), Cluster(3, 5)
+    for cluster, ttft in ((calm, 0.04), (late, 0.3)):
+        for _ in range(40):  # half of the time there is a prompt
+            cluster.run(1, prompts_s=0.3, sequences=40, missed=Missed(ttft=ttft))
+            cluster.run(1, prompts_s=0.0, sequences=40, missed=Missed(ttft=ttft))
+    assert calm.flips == []
+    [(_, flip)] = late.flips
+    assert flip.role is Role.PREFILL
+    assert "30% of a class's requests missed what they were promised" in flip.why
+
+
+def test_tokens_that_come_late_say_the_same_of_decode_workers():
+    cluster = Cluster(5, 2)
+    cluster.run(60, prompts_s=0.0, sequences=20, missed=Missed(tbt=0.5))
+    [(_, flip)] = cluster.flips
+    assert flip.role is Role.DECODE
+
+
+def test_late_first_tokens_of_requests_that_wait_for_a_place_are_the_decode_workers():
+    cluster = Cluster(5, 2)
+    cluster.run(60, prompts_s=0.0, sequences=20, missed=Missed(ttft=0.5), waiting=3)
+    [(_, flip)] = cluster.flips
+    assert flip.role is Role.DECODE
+
+
+def test_what_no_number_of_workers_would_give_moves_none():
+    """Such as a promise that is shorter than the computing of the prompt."""
+    cluster = Cluster(3, 5)
+    cluster.run(600, prompts_s=0.0, sequences=4, missed=Missed(ttft=1.0, tbt=1.0))
+    assert cluster.flips == []
+
+
+def test_misses_of_both_pools_move_no_worker_between_them():
+    cluster = Cluster(3, 3)
+    cluster.run(600, prompts_s=0.3, sequences=40, missed=Missed(ttft=0.5, tbt=0.5))
     assert cluster.flips == []
 
 

@@ -12,6 +12,7 @@ from baton.generation import WorkerLoad
 from baton.ids import Role
 from baton.redis_link import open_redis
 from baton.telemetry.metrics import render
+from router.attainment import Attainment, Target
 from router.roles.election import Alone, RedisElection
 from router.roles.planning import RolePlanning
 from router.routing.index import PrefixIndex
@@ -60,6 +61,7 @@ class Planned:
         counts=None,
     ) -> None:
         self.clock, self.registry = ManualClock(), CollectorRegistry()
+        self.attainment = Attainment()
         self.workers = workers or Workers()
         self.view = ClusterView(PrefixIndex(max_blocks=100))
         for name, role in (
@@ -77,6 +79,7 @@ class Planned:
             change_role=self.workers,
             clock=self.clock,
             registry=self.registry,
+            attainment=self.attainment,
             counts=counts,
         )
 
@@ -104,6 +107,15 @@ async def test_a_worker_is_told_to_change_its_role_and_operators_why():
     assert "becomes a decode worker: pressure" in planned.told()
     assert "a decode worker now" in planned.told()
     assert 'baton_planner_flips_total{outcome="changed",role="decode"} 1.0' in planned.metrics()
+
+
+async def test_what_became_of_promises_is_looked_at_and_shown():
+    planned = Planned()
+    for kept in (True, False) * 5:
+        planned.attainment.note("chat", Target.TTFT, kept=kept)
+    await planned.look(1)
+    assert 'baton_planner_missed_share{target="ttft"} 0.5' in planned.metrics()
+    assert 'baton_planner_missed_share{target="tbt"} 0.0' in planned.metrics()
 
 
 async def test_a_dry_run_changes_nothing():
