@@ -62,7 +62,9 @@ def warm_up(
     decode = _row(_GREEDY, 1, limits)
     many = (chunk,) * (MOST_CHUNKS + 1)  # which no graph repeats
     steps = [many, (decode, *many), (random,), *((row, random) for row in filtered)]
-    steps += [_scored([min(tokens, most)], limits) for tokens in _PRODUCTS]
+    steps += [
+        _scored([min(tokens, most, limits.max_num_batched_tokens)], limits) for tokens in _PRODUCTS
+    ]
     for step, rows in enumerate([*steps, _largest(most, limits)]):
         runner.execute(StepPlan(step=step, rows=rows))
     if drafter is not None:

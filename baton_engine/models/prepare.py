@@ -17,7 +17,14 @@ from baton_engine.kernels.splits import SplitRule
 from baton_engine.models.config import ModelSpec
 from baton_engine.models.decoder import Decoder, DecoderLayer, LayerPages
 from baton_engine.models.eagle3 import Eagle3Head
-from baton_engine.models.linear import FixedRows, KernelRows, Linear, MixedProduct, Projection
+from baton_engine.models.linear import (
+    FixedRows,
+    KernelRows,
+    Linear,
+    MixedProduct,
+    Projection,
+    WideOutput,
+)
 from baton_engine.models.rotary import RotaryEmbedding
 
 
@@ -141,6 +148,8 @@ def _plain(product: Projection) -> Linear | None:
             return product.linear
         case FixedRows():
             return _plain(product.product)
+        case WideOutput():
+            return Linear(weight=product.weight)
         case MixedProduct():
             return _plain(product.many)
         case _:

@@ -71,6 +71,7 @@ def test_a_row_has_the_same_bits_beside_others():
         (448, 32, 1, 1),
         (2004, 32, 64, 1),
         (18, 7, 1, 3),
+        (56, 9, 1, 3),  # of four the last would be empty
     ],
 )
 def test_pieces_keep_multiprocessors_equally_busy(tiles, depths, rows, pieces):

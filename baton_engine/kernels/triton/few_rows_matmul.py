@@ -63,7 +63,8 @@ def few_rows_kernel(
     if early:
         place_next()
         if lines > 0:  # of 64 weights each
-            fetch(weights + begin + tl.arange(0, lines)[None, :] * 64)
+            line = tl.minimum(begin + tl.arange(0, lines) * 64, inputs - 1)  # never past the row
+            fetch(weights + line[None, :])
         await_earlier()
     row = tl.arange(0, rows)
     present = (row < num_rows)[None, :]
@@ -227,4 +228,6 @@ def pieces_of(tiles: int, depths: int, multiprocessors: int, at_once: int) -> in
 
     most = min(at_once * multiprocessors // tiles, depths // 2, _MOST_PIECES)
     best = max(range(1, max(1, most) + 1), key=lambda pieces: (busy(pieces), pieces))
-    return best if busy(best) > busy(1) + _WORTHWHILE else 1
+    if busy(best) <= busy(1) + _WORTHWHILE:
+        return 1
+    return -(-depths // -(-depths // best))  # none of them is empty

@@ -186,9 +186,9 @@ class StreamMover:
         by_length: dict[int, list[PageMove]] = defaultdict(list)
         for part in pages:
             by_length[part.length].append(part)
-        with self._launching, torch.cuda.stream(self._stream):
-            if not self._tables:
-                self._tables = [_Table(self._device), _Table(self._device)]
+        with torch.cuda.stream(self._stream):
+            while len(self._tables) < 2:
+                self._tables.append(_Table(self._device))
             for length, parts in by_length.items():
                 self._move_alike(length, parts)
 
@@ -220,8 +220,10 @@ class StreamMover:
     def _launch(self, length: int, alignment: int) -> None:
         """Moves what was gathered; a table that is full has its next turn after the other one."""
         table = self._tables[0]
+        rows = table.send()
         try:
-            move_rows(table.send(), length, alignment)
+            with self._launching:  # and not while a table is waited for: others' pushes go on
+                move_rows(rows, length, alignment)
         finally:
             if table.is_full:
                 table.leave()
@@ -242,10 +244,11 @@ class _Table:
         self._sent = self._end = 0
         self._read: torch.cuda.Event | None = None
         if self._on_gpu:
-            size = self._here.nbytes
-            torch.cuda.check_error(_cuda().cudaHostRegister(self._here.ctypes.data, size, 0))
+            # Registered last: what fails before leaves no memory pinned that the system has back.
             self._there = torch.empty_like(self._tensor, device=device)
             self._read = torch.cuda.Event()
+            size = self._here.nbytes
+            torch.cuda.check_error(_cuda().cudaHostRegister(self._here.ctypes.data, size, 0))
 
     @property
     def gathered(self) -> int:
