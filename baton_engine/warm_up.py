@@ -28,7 +28,7 @@ _FILTERED = (
 """A draw looks for the limits that some row of a step has, and for no others."""
 _SCORED = replace(_GREEDY, prompt_logprobs=0)
 _PRODUCTS = (16, 32, 64)
-"""Tokens of a step up to which products of few rows have a kernel each."""
+"""Tokens of a step up to which products of few rows have a kernel each (`few_rows_matmul.tile_of`)."""
 _FEW = 8
 """Tokens of a chunk."""
 _GUESSES = 2

@@ -18,8 +18,8 @@ Triton, numpy, psutil, grpcio, xxhash, pytest.
 
 Figures of the goals: `correct` (1 if all is right), `decode_roofline_b1` and `_b64` (0.75), `prefill_peak_2k` (0.6) and
 `_8k`, `handoff_over_copy_64k` and `_1m` (0.8 from 256 KiB on; one push of 8 GiB), `tests_failed`, `twins_failed`,
-`stages_failed`. Without a GPU every stage runs in
-miniature, on host memory and under Triton's interpreter: `on_gpu` is 0, and no figure says anything about a GPU.
+`stages_failed`. Without a GPU every stage runs in miniature, on host memory and under Triton's interpreter: `on_gpu` is
+0, and no figure says anything about a GPU.
 """
 
 import argparse
@@ -165,7 +165,8 @@ class Day:
     def _tests(self, limit_s: float, figures: dict[str, float]) -> bool:
         tests = ["tests/kv_transfer"]
         if torch.cuda.is_available():
-            tests += _tests_with("mark.gpu")
+            files = sorted(_ROOT.glob("tests/baton_engine/test_*.py"))
+            tests += [str(file) for file in files if _is_marked(file)]
         return self._pytest("tests", ["-m", "gpu", *tests], limit_s, figures)
 
     def _twins(self, limit_s: float, figures: dict[str, float]) -> bool:
@@ -219,10 +220,9 @@ class Day:
             _end(process)
 
 
-def _tests_with(word: str) -> list[str]:
-    """The engine's files of tests that mention it. Others may need packages that an image for GPUs lacks."""
-    files = sorted(_ROOT.glob("tests/baton_engine/test_*.py"))
-    return [str(file) for file in files if word in file.read_text()]
+def _is_marked(file: Path) -> bool:
+    """Whether some of its tests need a GPU. Others may need packages that an image for GPUs lacks."""
+    return "mark.gpu" in file.read_text()
 
 
 def _environment() -> dict[str, str]:

@@ -151,8 +151,8 @@ class FewRowsProduct(Protocol):
     """A product of few rows with one matrix."""
 
     @property
-    def most(self) -> int:
-        """Rows."""
+    def most_rows(self) -> int:
+        """Rows that it multiplies."""
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Maps `[num_tokens, in]` to `[num_tokens, out]`: to `out`, rounded to its dtype, where that is given."""
@@ -160,12 +160,12 @@ class FewRowsProduct(Protocol):
 
 @runtime_checkable
 class FewRowsProducts(KernelSet, Protocol):
-    """A `KernelSet` that multiplies few rows itself, since a library's product reads weights more slowly for them."""
+    """A `KernelSet` that multiplies few rows itself, since a step with a library's products takes longer."""
 
     def few_rows_product(
         self, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> FewRowsProduct | None:
-        """The product with `weight` `[out, in]`, plus `bias` `[out]`; None where a library's is as good."""
+        """The product with `weight` `[out, in]`, plus `bias` `[out]`; None where that is left to a library."""
 
 
 @runtime_checkable

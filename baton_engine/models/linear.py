@@ -63,15 +63,15 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedProduct:
-    """Two forms of one matrix: steps of up to `most` tokens read `few`, longer ones multiply by `many`."""
+    """Two forms of one matrix: steps of up to `most_rows` tokens read `few`, longer ones multiply by `many`."""
 
     few: Projection
     many: Projection
-    most: int = FEW_TOKENS
+    most_rows: int = FEW_TOKENS
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `[num_tokens, in]` to `[num_tokens, out]`."""
-        return self.few(x) if x.shape[0] <= self.most else self.many(x)
+        return self.few(x) if x.shape[0] <= self.most_rows else self.many(x)
 
 
 def pack(
@@ -92,7 +92,7 @@ def pack(
     weight = linear.weight
     by_kernel = _few_rows(weight, linear.bias, kernels)
     if by_kernel is not None:
-        return MixedProduct(few=by_kernel, many=linear, most=by_kernel.most)
+        return MixedProduct(few=by_kernel, many=linear, most_rows=by_kernel.most_rows)
     if quantization == "int8":
         return Int8Panels.pack(weight, linear.bias)
     if weight.device.type != "cpu" or weight.dtype not in _PACKABLE:
@@ -216,7 +216,7 @@ class WideOutput:
 
     def into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The same, written to `out`, which it returns."""
-        if self.few is not None and x.shape[0] <= self.few.most:
+        if self.few is not None and x.shape[0] <= self.few.most_rows:
             return self.few(x, out)
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
 

@@ -433,7 +433,7 @@ class CudaIpcSender:
         try:
             reply = read_reply(attached)
             named, offset = _parse(reply, there.region_bytes(handle.num_blocks))
-            mapped, stream = self._map(named)
+            mapped, stream, mover = self._map(named)
         except TransferError:
             detach(connection)  # nothing was ever written
             connection.close()
@@ -445,21 +445,24 @@ class CudaIpcSender:
         )
         mapped_peer = MappedPeer(
             driver=self._driver,
-            mover=self._movers.on(stream),
+            mover=mover,
             mapped=mapped,
             stream=stream,
             connection=connection,
         )
         return CudaIpcWriter(arenas, mapped_peer, lease)
 
-    def _map(self, named: bytes) -> tuple[int, Stream]:
+    def _map(self, named: bytes) -> tuple[int, Stream, PageMover]:
         """Where the peer's allocation begins here, and what to write to it by."""
         stream = self._driver.stream()
         try:
-            return self._driver.open(named), stream
-        except TransferError:
+            mover = self._movers.on(stream)  # holds nothing before it moves anything
+            return self._driver.open(named), stream, mover
+        except Exception as error:  # torch and Triton have faults of their own
             self._driver.end(stream)
-            raise
+            if isinstance(error, TransferError):
+                raise
+            raise _fault(error) from error
 
 
 def _parse(reply: bytes, size_bytes: int) -> tuple[bytes, int]:

@@ -148,7 +148,8 @@ class RolePlanner:
         self._roles: dict[WorkerIdentity, Role] = {}
         self._pinned_until_s: dict[WorkerIdentity, float] = {}
         self._last: Look | None = None
-        self._corrections = {Role.PREFILL: 1.0, Role.DECODE: 1.0}
+        self._missed = dict.fromkeys((Role.PREFILL, Role.DECODE), 0.0)
+        self._corrections = dict.fromkeys((Role.PREFILL, Role.DECODE), 1.0)
         self.pressures = Pressures()
 
     @property
@@ -259,9 +260,9 @@ class RolePlanner:
         ttft, tbt = look.missed.ttft, look.missed.tbt
         if self._mean["waiting"] >= 1.0:
             ttft, tbt = 0.0, max(ttft, tbt)
-        missed = {Role.PREFILL: ttft, Role.DECODE: tbt}
-        self._corrections = dict.fromkeys(missed, 1.0)
-        for (role, share), count in zip(missed.items(), counts, strict=True):
+        self._missed = {Role.PREFILL: ttft, Role.DECODE: tbt}
+        self._corrections = dict.fromkeys(self._missed, 1.0)
+        for (role, share), count in zip(self._missed.items(), counts, strict=True):
             thought = self._pressure(role, count)
             if share > self._policy.tolerated and thought >= _BUSY * self._policy.high:
                 self._corrections[role] = max(1.0, (1.0 + share) / thought)
@@ -343,8 +344,9 @@ class RolePlanner:
             f" {decode} decode workers, {after:.2f} is predicted for {prefill + step} and {decode - step}"
         )
         if self._corrections[role] > 1.0:
-            missed = self._last.missed if self._last is not None else NOTHING_MISSED
-            why += f"; {max(missed.ttft, missed.tbt):.0%} of a class's requests missed what they were promised"
+            why += (
+                f"; {self._missed[role]:.0%} of a class's requests missed what they were promised"
+            )
         return Flip(worker=worker.identity, role=role, why=why), why
 
 

@@ -20,6 +20,11 @@ from typing import Any
 _ALIGNED = [["tt.divisibility", 16]]
 _NUMBERS = {"int": "i32", "float": "fp32"}
 _WIDE_LOADS = re.compile(r"LDG\.E(?:\.\w+)*\.128")
+_MEMORY = re.compile(
+    r"\b(?:LD|ST|LDG|STG|LDL|STL|LDS|STS|LDSM|LDGSTS|ATOM|ATOMG|ATOMS|RED|UBLKCP)[. ]"
+)
+_WAIT = "ACQBULK"
+"""Machine code of `griddepcontrol.wait`."""
 _BUFFERS = re.compile(r"ttg\.local_alloc.*memdesc<(\d+)x\d+x\d+x")
 
 
@@ -60,6 +65,8 @@ class Built:
         shared_bytes: Per program.
         matrix_instructions: Hopper's (`HGMMA`) in the machine code.
         wide_loads: Those of 16 bytes (`LDG.E.128`, `LDG.E.EF.128`).
+        too_early: Instructions that read or write memory before the kernel waits for what was launched before it; None where
+            it does not wait.
         buffers: Into which tiles of pages are fetched in turn: the fewest of any tensor;
             0 where nothing is fetched ahead.
     """
@@ -69,6 +76,7 @@ class Built:
     shared_bytes: int
     matrix_instructions: int
     wide_loads: int
+    too_early: int | None
     buffers: int
 
 
@@ -135,6 +143,7 @@ def _build(build: Build, capability: int, folder: Path) -> Built:
         shared_bytes=compiled.metadata.shared,
         matrix_instructions=code.count("HGMMA"),
         wide_loads=len(_WIDE_LOADS.findall(code)),
+        too_early=len(_MEMORY.findall(code.partition(_WAIT)[0])) if _WAIT in code else None,
         buffers=min(map(int, _BUFFERS.findall(compiled.asm["ttgir"])), default=0),
     )
 

@@ -1,5 +1,6 @@
 """Triton's page mover against its torch twin: on a GPU, else under Triton's interpreter, which works on the CPU."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -153,6 +154,28 @@ def test_what_was_gathered_for_a_push_that_broke_off_goes_nowhere(page_move):
         with pytest.raises(ValueError, match="broadcast"):
             mover.move([Part(source, (0,), target, (0,)), broken])
         mover.move([Part(source, (2,), target, (3,))])
+    assert torch.equal(target, wanted)
+
+
+@pytest.mark.parametrize("failing", ["_Table", "move_rows"])
+def test_a_mover_serves_after_its_memory_or_a_launch_failed(page_move, monkeypatch, failing):
+    """The second table's memory; the launch of a table that is full."""
+    monkeypatch.setattr(page_move, "_TABLE_ROWS", 2)
+    source, target = rows(4, 64), rows(4, 64)
+    wanted = target.clone()
+    wanted[:2] = source[2:]
+    real, calls = getattr(page_move, failing), itertools.count()
+
+    def fails_once(*given: Any) -> Any:
+        if next(calls) == (1 if failing == "_Table" else 0):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*given)
+
+    monkeypatch.setattr(page_move, failing, fails_once)
+    with moving(page_move) as mover:
+        with pytest.raises(torch.OutOfMemoryError):
+            mover.move([Part(source, (0, 1), target, (2, 3))])
+        mover.move([Part(source, (2, 3), target, (0, 1))])
     assert torch.equal(target, wanted)
 
 

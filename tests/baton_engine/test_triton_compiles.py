@@ -273,6 +273,9 @@ def assert_built(builds: list[Build], capability: int, folder: Path) -> None:
             assert bool(built.wide_loads) == (build.constants["alignment"] == 16), (
                 f"{build}: {built}"
             )
+        assert built.too_early == (0 if starts_early(build) and capability == 90 else None), (
+            f"{build} touches memory before it may: {built}"
+        )
         if "few_rows" in build.kernel and capability == 90:
             assert programs(build, built, capability) == 2, f"{build}: {built}"
         if (
@@ -283,6 +286,11 @@ def assert_built(builds: list[Build], capability: int, folder: Path) -> None:
             assert built.buffers >= 2, f"{build} waits for each tile: {built}"
             warps = programs(build, built, capability) * build.options["num_warps"]
             assert warps >= 8, f"{build} runs alone: {built}"
+
+
+def starts_early(build: Build) -> bool:
+    module, _, name = build.kernel.partition(":")
+    return "early" in getattr(kernels(module), name).arg_names
 
 
 def is_wide_prefill(build: Build) -> bool:

@@ -43,7 +43,7 @@ def check(found: dict[str, Any]) -> None:
     for way, what in found.items():
         kernels = {"prefill_attention_kernel", "rotate_and_store_kernel", "top_p_kernel"}
         kernels |= {"add_parts_kernel"} if way == "deterministic" else {"decode_attention_kernel"}
-        kernels |= {"few_rows_kernel"} if way in ("eager", "graphs") else set()
+        kernels |= {"few_rows_kernel"} if way != "deterministic" else set()
         assert kernels <= set(what["variants"])
         assert set(what["kinds"]) == FROM_GRAPHS[way] | {"eager"}
         late = {kernel: steps for kernel, steps in what["variants"].items() if max(steps) >= 0}

@@ -80,8 +80,8 @@ _PARAMS = (
     *(_GREEDY, replace(_GREEDY, logprobs=2), replace(_RANDOM, frequency_penalty=0.5), _RANDOM),
     *(replace(_RANDOM, top_k=5), replace(_RANDOM, top_p=0.9), replace(_RANDOM, min_p=0.1)),
 )
-_DRAFTER = replace(_SHAPE, hidden=48, intermediate=80, heads=3, kv_heads=1, bias=False)
-_READ = replace(_SHAPE, layers=3)
+_DRAFTER = replace(_IN_TILES, hidden=384, heads=3, kv_heads=1, bias=False)
+_READ = replace(_IN_TILES, layers=3)
 """A head reads the hidden states of three layers."""
 
 
@@ -158,7 +158,7 @@ class _Engine:
 
 def _engine(way: Way, directory: Path) -> _Engine:
     shape, kernels = _SHAPE, TritonKernels(multiprocessors=8)
-    if way in (Way.EAGER, Way.GRAPHS):
+    if way in (Way.EAGER, Way.GRAPHS, Way.DRAFT_MODEL):
         shape = _IN_TILES
     if way is Way.DETERMINISTIC:
         shape, kernels = _WIDE, InvariantTritonKernels()
@@ -168,7 +168,12 @@ def _engine(way: Way, directory: Path) -> _Engine:
         other = random_decoder(_DRAFTER, kernels, _CPU, torch.float16, _LONGEST)
     if way is Way.EAGLE3:
         decoder = random_decoder(_READ, kernels, _CPU, torch.float16, _LONGEST)
-        path = make_eagle3_head(directory)
+        path = make_eagle3_head(
+            directory,
+            target_hidden_size=_READ.hidden,
+            hidden_size=_READ.hidden,
+            draft_vocab_size=192,
+        )
         other = load_eagle3(path, load_eagle3_spec(path, decoder.spec), decoder)
     arena = _arena(decoder, other, _LIMITS.num_blocks + SPARE_BLOCKS)
     drafter = _drafter(decoder, other, arena)

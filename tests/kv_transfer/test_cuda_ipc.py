@@ -170,6 +170,20 @@ class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance, SeveralPeer
         with pytest.raises(TransferError, match="cuIpcOpenMemHandle"):
             link.sender.connect(link.receiver.handle(), LAYOUT)
 
+    def test_a_peer_is_let_go_of_where_no_mover_can_be_had(self, link: FakeLink):
+        class Refused(Mover):
+            def on(self, stream: Stream) -> Mover:
+                raise RuntimeError("CUDA error: invalid resource handle")
+
+        handle, gone = link.receiver.handle(), threading.Event()
+        sender = CudaIpcSender(
+            link.arena, link.driver, num_blocks=SENDER_BLOCKS, movers=Refused(link.driver)
+        )
+        with pytest.raises(TransferError, match="invalid resource handle"):
+            sender.connect(handle, LAYOUT)
+        link.receiver.revoke(handle, gone.set)
+        assert gone.wait(30)
+
     def test_a_mover_that_fails_is_told_and_the_next_push_is_served(self, link: FakeLink):
         """Torch and Triton have faults of their own; a writer's thread that ended would leave all later pushes
         unanswered.

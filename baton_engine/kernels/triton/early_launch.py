@@ -29,12 +29,6 @@ def await_earlier():
     gdc_wait()
 
 
-@triton.jit
-def place_next():
-    """Lets the next kernel's programs be placed already, where there is something to do before waiting."""
-    gdc_launch_dependents()
-
-
 @cache
 def early_launch(device: torch.device) -> dict[str, bool]:
     """Launch settings of a kernel with a constant `early`, which awaits what was launched before if that is true."""

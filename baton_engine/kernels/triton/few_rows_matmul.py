@@ -18,14 +18,16 @@ import triton
 import triton.language as tl
 
 from baton_engine.kernels.checks import expect
-from baton_engine.kernels.triton.early_launch import await_earlier, early_launch, place_next
+from baton_engine.kernels.triton.early_launch import await_earlier, early_launch
 
 MOST_ROWS = 64
 _LEAST_ROWS = 16
 """The smallest matrix instruction's."""
 _COLUMNS = 64
 _DEPTH = 128
-"""Of a tile, with four buffers: of those tried on an H200 the best, or within 3 % of it, for every matrix of Llama 8B."""
+"""Of a tile, with four buffers: of those tried on an H200, for one row, within 4 % of the best for every matrix of
+Llama 8B.
+"""
 _LINES = 4
 """Of 128 bytes, of each of a program's outputs, that are fetched before it may begin; with 16 nothing is gained."""
 _MOST_PIECES = 8
@@ -61,7 +63,6 @@ def few_rows_kernel(
     weights = weight + (tile * columns).to(tl.int64) * inputs + column[:, None] * inputs
     begin = piece * run
     if early:
-        place_next()
         if lines > 0:  # of 64 weights each
             line = tl.minimum(begin + tl.arange(0, lines) * 64, inputs - 1)  # never past the row
             fetch(weights + line[None, :])
@@ -149,10 +150,11 @@ def fits(weight: torch.Tensor) -> bool:
 
 
 def is_faster(weight: torch.Tensor) -> bool:
-    """Whether few rows are multiplied faster so than by a library: seen on compute capability 9.0."""
-    if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) < (9, 0):
-        return False
-    return fits(weight)
+    """Whether a decode step is faster so than by a library's products: measured on compute capability 9.0, taken for
+    granted of later ones. It is where kernels start early; one product may be slower by itself (docs/perf-log.md).
+    """
+    starts_early = weight.device.type != "cuda" or early_launch(weight.device)["early"]
+    return starts_early and fits(weight)
 
 
 def counters(weight: torch.Tensor) -> torch.Tensor:

@@ -131,7 +131,7 @@ class TritonFewRows:
     bias: torch.Tensor | None
     arrived: torch.Tensor
     multiprocessors: int
-    most: int = few_rows_matmul.MOST_ROWS
+    most_rows: int = few_rows_matmul.MOST_ROWS
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `FewRowsProduct`."""

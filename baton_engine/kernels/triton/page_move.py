@@ -1,4 +1,4 @@
-"""Moves scattered pages on a GPU in one launch, from where they lie in one arena to where they belong in another that
+"""Moves scattered pages on a GPU in few launches, from where they lie in one arena to where they belong in another that
 this GPU reaches (a peer's through CUDA IPC).
 
     here    . 5 . 2 . . 7
@@ -220,8 +220,8 @@ class StreamMover:
     def _launch(self, length: int, alignment: int) -> None:
         """Moves what was gathered; a table that is full has its next turn after the other one."""
         table = self._tables[0]
-        rows = table.send()
         try:
+            rows = table.send()
             with self._launching:  # and not while a table is waited for: others' pushes go on
                 move_rows(rows, length, alignment)
         finally:
