@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.manifests import OVERLAYS, ROOT, Object, need_module, rendered
+from tests.deploy.manifests import OVERLAYS, ROOT, WORKLOADS, Object, need_module, rendered
 
 CHART = ROOT / "deploy" / "helm" / "baton"
 
@@ -69,6 +69,23 @@ def test_there_are_values_for_every_overlay_and_no_other():
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_release_beside_another_is_the_same_and_shares_nothing_with_it(overlay):
+    other = {"namespaces": {"routers": "later", "workers": "later-workers"}}
+    first, second = by_chart(values(overlay)), by_chart(values(overlay) | other)
+    assert not comparable(first).keys() & comparable(second).keys()
+    assert not host_paths(first) & host_paths(second)
+    renamed = yaml.safe_load(yaml.safe_dump(second).replace("later", "baton"))
+    assert comparable(renamed) == comparable(first)
+
+
+def host_paths(objects: list[Object]) -> set[str]:
+    """What pods mount of their hosts."""
+    templates = [one["spec"]["template"] for one in objects if one["kind"] in WORKLOADS]
+    volumes = [volume for one in templates for volume in one["spec"].get("volumes", ())]
+    return {volume["hostPath"]["path"] for volume in volumes if "hostPath" in volume}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_lint_has_nothing_to_say(overlay):
     report = helm().lint(CHART, values(overlay), strict=True)
     assert not report["errors"]
@@ -86,6 +103,8 @@ def test_lint_has_nothing_to_say(overlay):
         ({"images": {"baton": {"digest": "", "tag": "latest"}}}, "tag"),
         ({"images": {"baton": {"digest": ""}}}, "give a digest or a tag"),
         ({"modelCache": {"revision": "main"}}, "revision"),
+        ({"namespaces": {"routers": "Baton"}}, "routers"),
+        ({"namespaces": {"workers": "baton"}}, "routers and workers need two"),
     ],
 )
 def test_a_value_that_is_none_is_refused_by_its_name(wrong, named):
