@@ -8,11 +8,12 @@ _BODY = {"model": "baton-demo", "prompt": list(range(5, 205)), "temperature": 0,
 
 
 class Clients:
-    """Threads that ask again and again until they are stopped; every answer is kept."""
+    """Threads that ask again and again until they are stopped; every answer is kept. `fields` are the request's own."""
 
-    def __init__(self, cluster: Served, number: int) -> None:
+    def __init__(self, cluster: Served, number: int, **fields: object) -> None:
         self.answers: list[tuple[int, str]] = []
         self._cluster = cluster
+        self._body = _BODY | fields
         self._enough = threading.Event()
         self._threads = [threading.Thread(target=self._ask) for _ in range(number)]
         for thread in self._threads:
@@ -21,7 +22,7 @@ class Clients:
     def _ask(self) -> None:
         with self._cluster.client() as http:
             while not self._enough.is_set():
-                reply = http.post("/v1/completions", json=_BODY)
+                reply = http.post("/v1/completions", json=self._body)
                 self.answers.append((reply.status_code, reply.text))
 
     def more(self, answers: int) -> None:

@@ -16,6 +16,7 @@ PLANNED = {
     "BATON_ROLES_MAX_WORKERS": "3",
     "BATON_ROLES_TBT_TARGET_S": "1",
     "BATON_ROLES_SCALE_SUSTAINED_S": "2",
+    "BATON_ROLES_SCALE_COOLDOWN_S": "5",
 }
 
 
@@ -103,19 +104,60 @@ def test_what_cannot_be_is_refused_in_one_line_that_names_the_pool_and_the_limit
         assert len(_processes(cluster)) == 3
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_a_planner_adds_a_worker_where_no_change_of_a_role_helps(monkeypatch) -> None:
-    for name, value in PLANNED.items():
-        monkeypatch.setenv(name, value)
-    with serve(None, "--max-num-seqs", "2") as cluster:
-        clients = Clients(cluster, 6)
+def test_streams_of_a_worker_that_is_too_many_outlast_its_drain(monkeypatch) -> None:
+    monkeypatch.setenv("BATON_CLUSTER_DRAIN_TIMEOUT_S", "1")
+    with serve(None) as cluster:
+        cluster.told("scale", "decode=2")
+        three = {"prefill-0", "decode-0", "decode-1"}
+        eventually(lambda: _names(cluster) == three, "three workers take requests", 60.0)
+        clients = Clients(cluster, 4, max_tokens=1500, ignore_eos=True)
         try:
-            three = {"prefill-0", "decode-0", "decode-1"}
-            eventually(lambda: _names(cluster) == three, "a decode worker is added", 120.0)
-            clients.more(6)
+
+            def decodes() -> object:
+                running = {w["worker_id"]: w["load"]["running"] for w in cluster.workers()}
+                return running["decode-0"] > 0 < running["decode-1"]
+
+            eventually(decodes, "both decode", 60.0)
+            surplus = _processes(cluster)["decode-1"]
+            answers_before = len(clients.answers)
+            cluster.told("scale", "decode=1")
+            assert_gone([surplus])
+            assert len(clients.answers) == answers_before, "no stream ended by itself"
+            clients.more(4)
         finally:
             clients.stop()
         assert {status for status, _ in clients.answers} == {200}, clients.answers[-1]
-        told = cluster.told("explain", "--planner")
-        assert "one decode worker more: pressure" in json.dumps(told)
+        assert len({json.loads(text)["choices"][0]["text"] for _, text in clients.answers}) == 1
+        assert _names(cluster) == {"prefill-0", "decode-0"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_planner_adds_a_worker_where_no_change_of_a_role_helps_and_ends_it_where_there_is_little_to_do(
+    monkeypatch,
+) -> None:
+    for name, value in PLANNED.items():
+        monkeypatch.setenv(name, value)
+    three = {"prefill-0", "decode-0", "decode-1"}
+    with serve(None, "--max-num-seqs", "3") as cluster:
+        many = Clients(cluster, 9)
+        try:
+            eventually(lambda: _names(cluster) == three, "a decode worker is added", 120.0)
+            many.more(6)
+        finally:
+            many.stop()
+        surplus = _processes(cluster)["decode-1"]
+        few = Clients(cluster, 1)
+        try:
+            two = {"prefill-0", "decode-0"}
+            eventually(lambda: _names(cluster) == two, "the decode worker is ended", 150.0)
+            few.more(6)
+            assert_gone([surplus])
+        finally:
+            few.stop()
+        answers = many.answers + few.answers
+        assert {status for status, _ in answers} == {200}, answers[-1]
+        assert len({json.loads(text)["choices"][0]["text"] for _, text in answers}) == 1
+        told = json.dumps(cluster.told("explain", "--planner"))
+        assert "one decode worker more: pressure" in told
+        assert "one worker less, decode-1: pressure" in told
