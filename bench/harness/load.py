@@ -1,4 +1,8 @@
-"""A closed-loop load generator: so many clients, each sending its next streamed request when the last one ended."""
+"""A closed-loop load generator: so many clients, each sending its next streamed request when the last one ended.
+
+The server under test has the same cores, so that a client does next to nothing while tokens come: it notes when bytes
+arrive, and makes a response of them once the stream is over.
+"""
 
 import asyncio
 import itertools
@@ -6,10 +10,14 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
 
-import httpx
+import h11
+
+_TIMEOUT_S = 600.0
+_MOST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +93,17 @@ async def run_load(url: str, model: str, load: Load, *, seed: int) -> Outcome:
         for _ in range(load.requests)
     ]
     timelines: list[Timeline] = []
-    # A connection per request: some servers close theirs after a stream although they promised to keep it.
-    limits = httpx.Limits(max_connections=load.concurrency, max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=limits) as client:
+    server = urlsplit(url)
 
-        async def worker() -> None:
-            while prompts:
-                timelines.append(await _request(client, model, prompts.pop(), load.output_tokens))
+    async def worker() -> None:
+        while prompts:
+            timelines.append(await _request(server, model, prompts.pop(), load.output_tokens))
 
-        started_s = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(load.concurrency):
-                group.create_task(worker())
-        elapsed_s = time.perf_counter() - started_s
+    started_s = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(load.concurrency):
+            group.create_task(worker())
+    elapsed_s = time.perf_counter() - started_s
     return _summary(timelines, elapsed_s)
 
 
@@ -127,9 +133,8 @@ async def run_under(
 
 
 async def _request(
-    client: httpx.AsyncClient, model: str, prompt: list[int], output_tokens: int
+    server: SplitResult, model: str, prompt: list[int], output_tokens: int
 ) -> Timeline:
-    headers = {"accept-encoding": "identity"}
     body = {
         "model": model,
         "prompt": prompt,
@@ -139,19 +144,68 @@ async def _request(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    connection = h11.Connection(h11.CLIENT)
+    asked = _posted(connection, server.netloc, json.dumps(body).encode())
     sent_s = time.perf_counter()
-    async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
-        if response.status_code != 200:
-            raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread())[:500]!r}")
-        # Read once it is over: the server under test has the same cores.
-        pieces = [(time.perf_counter(), piece) async for piece in response.aiter_raw()]
-    arrivals, generated = _read(pieces)
+    async with asyncio.timeout(_TIMEOUT_S):
+        reader, writer = await asyncio.open_connection(server.hostname, server.port)
+        try:
+            writer.write(asked)
+            pieces = []
+            while piece := await reader.read(_MOST_BYTES):
+                pieces.append((time.perf_counter(), piece))
+        finally:
+            writer.close()
+    arrivals, generated = _read(_answered(connection, pieces))
     if generated != output_tokens:
         raise RuntimeError(f"{generated} tokens generated, {output_tokens} asked")
     return Timeline(sent_s=sent_s, arrivals_s=tuple(arrivals), output_tokens=generated)
 
 
-def _read(pieces: Sequence[tuple[float, bytes]]) -> tuple[list[float], int]:
+def _posted(connection: h11.Connection, host: str, body: bytes) -> bytes:
+    """A request on a connection of its own: some servers close theirs after a stream although they promised not to."""
+    head = h11.Request(
+        method="POST",
+        target="/v1/completions",
+        headers=[
+            ("host", host),
+            ("connection", "close"),
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+        ],
+    )
+    events = (head, h11.Data(data=body), h11.EndOfMessage())
+    return b"".join(connection.send(event) or b"" for event in events)
+
+
+def _answered(
+    connection: h11.Connection, pieces: Sequence[tuple[float, bytes]]
+) -> Iterator[tuple[float, bytes]]:
+    """The response's body, each part with the time of the bytes that completed it.
+
+    Raises:
+        RuntimeError: The request was refused, or the connection ended too early.
+    """
+    status = 0
+    try:
+        for at_s, piece in (*pieces, (time.perf_counter(), b"")):  # empty: the connection has ended
+            connection.receive_data(piece)
+            while (event := connection.next_event()) is not h11.NEED_DATA:
+                match event:
+                    case h11.Response():
+                        status = event.status_code
+                    case h11.Data() if status == 200:
+                        yield at_s, bytes(event.data)
+                    case h11.Data():
+                        raise RuntimeError(f"HTTP {status}: {bytes(event.data)[:500]!r}")
+                    case h11.EndOfMessage() if status == 200:
+                        return
+    except h11.RemoteProtocolError as error:
+        raise RuntimeError(f"HTTP {status}: {error}") from error
+    raise RuntimeError(f"HTTP {status}: nothing more came")
+
+
+def _read(parts: Iterator[tuple[float, bytes]]) -> tuple[list[float], int]:
     """When chunks with text arrived, and how many tokens there were.
 
     Raises:
@@ -159,8 +213,8 @@ def _read(pieces: Sequence[tuple[float, bytes]]) -> tuple[list[float], int]:
     """
     arrivals: list[float] = []
     generated, unread = 0, b""
-    for at_s, piece in pieces:
-        *lines, unread = (unread + piece).split(b"\n")
+    for at_s, part in parts:
+        *lines, unread = (unread + part).split(b"\n")
         for line in lines:
             if not line.startswith(b"data: {"):
                 continue

@@ -7,24 +7,38 @@ import pytest
 
 from bench.harness.load import Load, run_load, run_under
 from bench.harness.report import Report
+from tests.bench.conftest import Served
 
 LOAD = Load(concurrency=2, requests=4, input_tokens=3, output_tokens=2, vocab=100)
 
 
 async def test_every_request_is_sent_once_with_a_prompt_of_its_own(
-    served: list[list[int]],
+    served: Served,
 ) -> None:
-    outcome = await run_load("http://bench", "bench", LOAD, seed=1)
-    assert len(served) == 4
-    assert len({tuple(prompt) for prompt in served}) == 4
+    outcome = await run_load(served.url, "bench", LOAD, seed=1)
+    assert len(served.prompts) == 4
+    assert len({tuple(prompt) for prompt in served.prompts}) == 4
     assert outcome.output_tok_s > 0
 
 
-async def test_a_short_answer_is_an_error_and_no_figure(served: list[list[int]]) -> None:
+async def test_a_short_answer_is_an_error_and_no_figure(served: Served) -> None:
     asks_more = Load(concurrency=1, requests=1, input_tokens=3, output_tokens=5, vocab=100)
     with pytest.raises(ExceptionGroup) as caught:
-        await run_load("http://bench", "bench", asks_more, seed=1)
+        await run_load(served.url, "bench", asks_more, seed=1)
     assert "2 tokens generated, 5 asked" in str(caught.value.exceptions[0])
+
+
+async def test_what_a_server_refuses_or_breaks_off_is_an_error_with_its_words(
+    served: Served,
+) -> None:
+    served.status = 429
+    with pytest.raises(ExceptionGroup) as refused:
+        await run_load(served.url, "bench", LOAD, seed=1)
+    assert "HTTP 429: b'refused'" in str(refused.value.exceptions[0])
+    served.status, served.breaks_off = 200, True
+    with pytest.raises(ExceptionGroup) as broken:
+        await run_load(served.url, "bench", LOAD, seed=1)
+    assert "HTTP 200: peer closed connection" in str(broken.value.exceptions[0])
 
 
 def test_a_report_says_where_its_figures_come_from(tmp_path: Path) -> None:
@@ -36,11 +50,11 @@ def test_a_report_says_where_its_figures_come_from(tmp_path: Path) -> None:
 
 
 async def test_a_load_is_measured_while_another_is_sent_again_and_again(
-    served: list[list[int]],
+    served: Served,
 ) -> None:
     prompts = Load(concurrency=1, requests=1, input_tokens=9, output_tokens=2, vocab=100)
-    outcome, pressed = await run_under("http://bench", "bench", LOAD, prompts, seed=1)
-    lengths = [len(prompt) for prompt in served]
+    outcome, pressed = await run_under(served.url, "bench", LOAD, prompts, seed=1)
+    lengths = [len(prompt) for prompt in served.prompts]
     assert lengths.count(3) == 4
     assert lengths.count(9) >= max(1, len(pressed))
     assert outcome.output_tok_s > 0

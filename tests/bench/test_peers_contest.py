@@ -9,6 +9,7 @@ import pytest
 
 from bench.peers.contenders import NAMES, OURS, Contender, Terms, contenders
 from bench.peers.contest import Contest, Sizes
+from tests.bench.conftest import Served
 
 SIZES = Sizes(
     vocab=100, requests=1, input_tokens=3, output_tokens=2, prompt_tokens=9, prompt_clients=2
@@ -18,7 +19,8 @@ SIZES = Sizes(
 class Server:
     """Counts how often it was started, and whether it was stopped again."""
 
-    def __init__(self, fault: Exception | None = None) -> None:
+    def __init__(self, served: Served, fault: Exception | None = None) -> None:
+        self.url = served.url
         self.fault = fault
         self.started = 0
         self.running = False
@@ -30,15 +32,15 @@ class Server:
             raise self.fault
         self.running = True
         try:
-            yield "http://bench"
+            yield self.url
         finally:
             self.running = False
 
 
 def test_a_server_that_does_not_come_up_is_absent_with_its_reason_and_the_others_are_measured(
-    served: list[list[int]],
+    served: Served,
 ) -> None:
-    broken, sound = Server(RuntimeError("no such model")), Server()
+    broken, sound = Server(served, RuntimeError("no such model")), Server(served)
     entries = {
         "vllm": Contender(start=broken.start, clients=[1]),
         "hybrid": Contender(start=sound.start, clients=[1]),
@@ -52,9 +54,9 @@ def test_a_server_that_does_not_come_up_is_absent_with_its_reason_and_the_others
 
 
 def test_a_server_that_answers_wrongly_is_absent_from_its_first_answer_on(
-    served: list[list[int]],
+    served: Served,
 ) -> None:
-    server = Server()
+    server = Server(served)
     entries = {"pd": Contender(start=server.start, clients=[1, 2])}
     contest = Contest("tiny", entries, replace(SIZES, output_tokens=3))
     assert list(contest.run(rounds=1)) == ["pd"]
@@ -64,42 +66,42 @@ def test_a_server_that_answers_wrongly_is_absent_from_its_first_answer_on(
 
 
 def test_a_server_that_hangs_up_keeps_what_it_gave_before(
-    served: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def hang_up(*_: object, **__: object) -> None:
         raise httpx.ReadError("hung up")
 
     monkeypatch.setattr("bench.peers.contest.run_under", hang_up)
-    entries = {"pd": Contender(start=Server().start, clients=[1], under_prompts=True)}
+    entries = {"pd": Contender(start=Server(served).start, clients=[1], under_prompts=True)}
     contest = Contest("tiny", entries, SIZES)
     assert list(contest.run(rounds=1)) == ["pd"]
     assert contest.absent == {"pd": "ReadError: hung up"}
     assert contest.measured.keys() == {("pd", "c1")}
 
 
-def test_everybody_gets_the_same_prompts_and_every_turn_new_ones(served: list[list[int]]) -> None:
-    entries = {name: Contender(start=Server().start, clients=[2]) for name in ("a", "b")}
+def test_everybody_gets_the_same_prompts_and_every_turn_new_ones(served: Served) -> None:
+    entries = {name: Contender(start=Server(served).start, clients=[2]) for name in ("a", "b")}
     turns = []
     for _ in Contest("tiny", entries, SIZES).run(rounds=2):
-        turns.append(sorted(map(tuple, served)))
-        served.clear()
+        turns.append(sorted(map(tuple, served.prompts)))
+        served.prompts.clear()
     assert turns[0] == turns[1]
     assert turns[2] == turns[3]
     assert not set(turns[0]) & set(turns[2])
 
 
-def test_arriving_prompts_are_a_level_of_their_own(served: list[list[int]]) -> None:
-    entry = {"pd": Contender(start=Server().start, clients=[], under_prompts=True)}
+def test_arriving_prompts_are_a_level_of_their_own(served: Served) -> None:
+    entry = {"pd": Contender(start=Server(served).start, clients=[], under_prompts=True)}
     contest = Contest("tiny", entry, SIZES)
     assert list(contest.run(rounds=1)) == ["pd"]
     assert contest.absent == {}
     assert contest.measured.keys() - {("pd", "arriving")} == {("pd", "prompts")}
     assert all(contest.measured.values())
-    assert 9 in {len(prompt) for prompt in served}
+    assert 9 in {len(prompt) for prompt in served.prompts}
 
 
-def test_who_has_no_load_is_not_started(served: list[list[int]]) -> None:
-    server = Server()
+def test_who_has_no_load_is_not_started(served: Served) -> None:
+    server = Server(served)
     contest = Contest("tiny", {"int8": Contender(start=server.start, clients=[])}, SIZES)
     assert list(contest.run(rounds=1)) == []
     assert server.started == 0
