@@ -53,6 +53,7 @@ class Hosts:
         self._net = f"10.{64 + os.getpid() % 128}"
         self._number = {name: number for number, name in enumerate(names, start=1)}
         self._made: list[str] = []
+        self._reaches_here = False
 
     def make(self) -> None:
         """Makes them; each reaches every other, and this process reaches all."""
@@ -70,6 +71,7 @@ class Hosts:
             "netns",
             middle,
         )
+        self._reaches_here = True
         _ip("addr", "add", f"{net}.0.2/24", "dev", f"{self._mark}-up")
         _ip("link", "set", f"{self._mark}-up", "up")
         _ip("-n", middle, "addr", "add", f"{net}.0.1/24", "dev", "outside")
@@ -99,7 +101,12 @@ class Hosts:
             _ip("-n", host, "route", "add", "default", "via", f"{net}.{number}.1")
 
     def remove(self) -> None:
-        """Removes what was made; the kernel takes cables and rules with the namespaces."""
+        """Removes what was made. The kernel takes cables and rules with the namespaces, but in its own time: the one
+        whose end is here is removed by name, so that the next test can have the name.
+        """
+        if self._reaches_here:
+            _ip("link", "del", f"{self._mark}-up")
+            self._reaches_here = False
         for namespace in reversed(self._made):
             _ip("netns", "del", namespace)
         self._made.clear()
