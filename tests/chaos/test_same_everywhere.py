@@ -192,12 +192,6 @@ def _killed_of(killed: list[str], role: str) -> int:
     return sum(name.startswith(role) for name in killed)
 
 
-def _migrations(cluster: Served) -> float:
-    lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
-    found = [line for line in lines if line.startswith("baton_migrations_total{")]
-    return sum(float(line.split()[-1]) for line in found)
-
-
 def _differences(
     asked: list[Case], expected: list[list[Choice]], found: list[list[Choice]]
 ) -> list[tuple[Case, list[Choice], list[Choice]]]:
@@ -233,7 +227,7 @@ def test_pairs_whose_workers_are_killed_give_what_one_worker_gives(
     with serve(str(model), *PAIRS, *common) as cluster:
         eventually(lambda: len(cluster.workers()) == len(WORKERS), "all workers are there")
         rounds = asyncio.run(rounds_under_kills(cluster, asked, killed))
-        moved = _migrations(cluster)
+        moved = cluster.metric("baton_migrations_total")
         for found in rounds:
             assert _differences(asked, expected, found) == []
         print(

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from baton_cluster.cli.main import main
 
@@ -66,6 +67,10 @@ class Served:
         workers: list[dict[str, Any]] = self.status()["workers"]
         return workers
 
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric of the router's over all that have these labels."""
+        return metric(f"{self.url}/metrics", name, **labels)
+
     def children(self) -> list[psutil.Process]:
         """The launcher's child processes. Whoever kills one asks for it here: so what it shares is known before."""
         launcher = psutil.Process(self.process.pid)
@@ -79,6 +84,18 @@ class Served:
         found = [p for p in self.children() if f"baton_cluster.roles {role}" in _command(p)]
         assert len(found) == 1, [_command(p) for p in self.children()]
         return found[0]
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    """The same of the metrics at an address."""
+    samples = [
+        sample
+        for family in text_string_to_metric_families(httpx.get(url).text)
+        for sample in family.samples
+        if sample.name == name
+    ]
+    assert samples, f"no metric is called {name}"
+    return sum(each.value for each in samples if labels.items() <= each.labels.items())
 
 
 def _command(process: psutil.Process) -> str:

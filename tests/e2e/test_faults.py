@@ -71,12 +71,6 @@ def _answers(cluster: Served) -> bool:
         return False
 
 
-def _metric(cluster: Served, name: str) -> float:
-    with cluster.client() as http:
-        lines = http.get("/metrics").text.splitlines()
-    return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
-
-
 class _Stream(threading.Thread):
     """A streamed completion read in the background."""
 
@@ -159,9 +153,9 @@ def test_a_client_that_leaves_frees_both_legs(cluster: Served) -> None:
     with cluster.client() as http, http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()  # kept: httpx hangs up when it is collected
         next(lines)
-        assert _metric(cluster, "baton_requests_in_flight") == 1
+        assert cluster.metric("baton_requests_in_flight") == 1
     assert_at_rest(cluster)
-    assert _metric(cluster, "baton_client_disconnects_total") == 1
+    assert cluster.metric("baton_client_disconnects_total") == 1
 
 
 def test_a_router_that_is_asked_to_leave_finishes_its_streams(healed: Served) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.baton_engine.tiny_models import make_model
 from tests.e2e.reference import Reference
-from tests.e2e.served import Served, assert_gone, eventually, maps_pool, serve
+from tests.e2e.served import Served, assert_gone, eventually, maps_pool, metric, serve
 
 PROMPT_TOKENS = 320
 OUTPUT_TOKENS = 400
@@ -45,20 +45,6 @@ def cluster(checkpoint: Path, pooled: pytest.MonkeyPatch) -> Iterator[Served]:
 
 def _prompt(number: int) -> list[int]:
     return [10 + (number * 7 + place * 3) % 80 for place in range(PROMPT_TOKENS)]
-
-
-def _metric(cluster: Served, name: str, **labels: str) -> float:
-    return _counted(f"{cluster.url}/metrics", name, **labels)
-
-
-def _counted(url: str, name: str, **labels: str) -> float:
-    lines = httpx.get(url).text.splitlines()
-    wanted = [f'{label}="{value}"' for label, value in labels.items()]
-    return sum(
-        float(line.split()[-1])
-        for line in lines
-        if line.split("{")[0].split()[0] == name and all(text in line for text in wanted)
-    )
 
 
 class _Crowd:
@@ -110,9 +96,9 @@ def test_prompts_without_room_wait_in_the_pool_and_nobody_sees_more_than_a_pause
 ) -> None:
     crowd = _Crowd(cluster)
     crowd.assert_right(checkpoint)
-    assert _metric(cluster, "baton_handoff_fallbacks_total", fallback="no_room") > 0
-    assert _metric(cluster, "baton_pool_hits_total") >= PROMPT_TOKENS * 0.9
-    assert _metric(cluster, "baton_handoff_fallbacks_total", fallback="refused") == 0
+    assert cluster.metric("baton_handoff_fallbacks_total", fallback="no_room") > 0
+    assert cluster.metric("baton_pool_hits_total") >= PROMPT_TOKENS * 0.9
+    assert cluster.metric("baton_handoff_fallbacks_total", fallback="refused") == 0
 
 
 @pytest.mark.slow
@@ -122,7 +108,7 @@ def test_a_worker_that_is_killed_while_prompts_wait_in_the_pool_costs_no_token(
 ) -> None:
     crowd = _Crowd(cluster)
     eventually(
-        lambda: _metric(cluster, "baton_handoff_fallbacks_total", fallback="no_room") > 0,
+        lambda: cluster.metric("baton_handoff_fallbacks_total", fallback="no_room") > 0,
         "a prompt went to the pool",
         60.0,
     )
@@ -144,9 +130,9 @@ def test_what_was_preempted_comes_back_from_the_pool(
         _Crowd(cluster).assert_right(checkpoint)
         decode = next(worker for worker in cluster.workers() if worker["role"] == "decode")
         assert decode["load"]["preemptions"] > 0
-        assert _metric(cluster, "baton_handoff_fallbacks_total") == 0, "nobody began anew"
+        assert cluster.metric("baton_handoff_fallbacks_total") == 0, "nobody began anew"
         url = f"http://127.0.0.1:{metrics + 1}/metrics"
-        assert _counted(url, "baton_pool_fetched_blocks_total") > 0
+        assert metric(url, "baton_pool_fetched_blocks_total") > 0
 
 
 def _two_free_ports() -> int:

@@ -73,12 +73,6 @@ def _explained(cluster: Served, prompt: list[int]) -> dict[str, Any]:
     return cluster.told("explain", request_id)
 
 
-def _metric(cluster: Served, name: str) -> float:
-    with cluster.client() as http:
-        lines = http.get("/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split()[0] == name)
-
-
 class _Stream(threading.Thread):
     """A streamed completion read in the background."""
 
@@ -123,7 +117,7 @@ def test_a_prefill_worker_that_starts_again_finds_its_prompts_in_the_pool(
     eventually(lambda: {w["role"] for w in cluster.workers()} == workers, "the worker is back")
     eventually(lambda: maps_pool(cluster, "prefill"), "the worker maps the pool")
     assert [_ask(cluster, prompt) for prompt in prompts] == before
-    pooled = _metric(cluster, "baton_prompt_tokens_pooled_total")
+    pooled = cluster.metric("baton_prompt_tokens_pooled_total")
     assert pooled >= 0.9 * PROMPT_TOKENS, f"{pooled} tokens, which is not even one prompt"
     told = _explained(cluster, prompts[0])
     assert told["pool_node"] == "pool-0"
@@ -145,11 +139,11 @@ def test_a_stream_whose_decode_worker_is_killed_goes_on_with_its_tokens_from_the
     stream.join(60)
     assert stream.last == "data: [DONE]"
     assert len(stream.tokens) == 1500
-    assert _metric(cluster, "baton_migrations_total") == 1
+    assert cluster.metric("baton_migrations_total") == 1
     Reference(checkpoint).assert_greedy(_prompt(1), stream.tokens)
     # What the prefill worker computed itself it has in its own cache. The pool gives the rest, but for the last tokens,
     # which the decode worker had not published yet when it died: how many depends on the machine.
-    assert _metric(cluster, "baton_pool_hits_total") >= 0.5 * known
+    assert cluster.metric("baton_pool_hits_total") >= 0.5 * known
 
 
 def test_nobody_misses_a_pool_node_that_is_killed(cluster: Served, checkpoint: Path) -> None:

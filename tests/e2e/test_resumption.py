@@ -137,12 +137,6 @@ async def _all_at_once(
                 group.create_task(asyncio.to_thread(in_the_middle))
 
 
-def _migrations(cluster: Served) -> float:
-    name = 'baton_migrations_total{kind="resumed",'
-    lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-
 def _decode_workers(cluster: Served) -> dict[str, psutil.Process]:
     """By their names."""
     commands = {process: process.cmdline() for process in cluster.children()}
@@ -159,7 +153,10 @@ def _strike(cluster: Served, streams: list[Stream]) -> None:
 
     The router is asked when that is: a client on a busy machine hears of tokens long after they were drawn.
     """
-    before, workers = _migrations(cluster), _decode_workers(cluster)
+    before, workers = (
+        cluster.metric("baton_migrations_total", kind="resumed"),
+        _decode_workers(cluster),
+    )
     victims: list[psutil.Process] = []
 
     def killed() -> bool:
@@ -181,7 +178,7 @@ def _strike(cluster: Served, streams: list[Stream]) -> None:
     resumed = [stream for stream in streams if stream.timing["resumptions"]]
     assert len(resumed) >= STREAMS // 10, "the worker was killed in mid-stream"
     moved = sum(stream.timing["resumptions"] for stream in resumed)
-    assert _migrations(cluster) - before == moved
+    assert cluster.metric("baton_migrations_total", kind="resumed") - before == moved
 
 
 @pytest.fixture(scope="module")
