@@ -22,7 +22,7 @@ from baton.ids import BlockId, SeqId
 from baton_engine.cache.arena import KvArena
 from baton_engine.kernels.cpu.product_choice import AUTO, choose_product
 from baton_engine.kernels.ports import PagedBatch
-from baton_engine.kernels.select import check_quantization, choose_kv_dtype, select_kernels
+from baton_engine.kernels.select import check_quantization, choose_kv_dtype
 from baton_engine.messages import Generate
 from baton_engine.models.config import choose_dtype, is_widened, kv_layout, load_spec
 from baton_engine.models.decoder import Decoder
@@ -129,7 +129,7 @@ class Bench:
         self._builder = InputBuilder(_BLOCK_TOKENS, case.rows * blocks, _CPU, one_by_one=one_by_one)
         self._sampler = Sampler((), _CPU)
         self._rows = [_row(i, blocks, case, spec.vocab_size) for i in range(case.rows)]
-        self._kernels = select_kernels(_CPU, decoder.dtype)
+        self._kernels = decoder.kernels
         self._query = torch.zeros(case.rows * case.tokens, spec.num_heads, spec.head_dim).to(
             decoder.dtype
         )

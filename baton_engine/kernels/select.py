@@ -22,6 +22,7 @@ def select_kernels(
     dtype: torch.dtype,
     *,
     deterministic: bool = False,
+    pairs: bool = False,
 ) -> KernelSet:
     """The fastest kernels that run here.
 
@@ -29,11 +30,12 @@ def select_kernels(
         device: Where activations and pages are.
         dtype: Of both.
         deterministic: On a GPU, take those whose results do not depend on the batch (`check_deterministic`).
+        pairs: On a CPU, multiply pairs of bfloat16 in attention, too (`Bfloat16Product.in_pairs`).
     """
     if device.type == "cpu" and dtype in SUPPORTED_DTYPES:
         library = load_library()
         if library is not None:
-            return CpuKernels(library, dtype)
+            return CpuKernels(library, dtype, pairs=pairs)
     if device.type == "cuda" and find_spec("triton") is None:
         logger.warning("Triton is not installed, torch serves instead: it is many times slower")
     elif device.type == "cuda":

@@ -67,9 +67,11 @@ def load_decoder(
     Raises:
         ModelLoadError: A tensor is missing or has the wrong shape, or a file is corrupt.
     """
-    chosen = kernels or select_kernels(device, dtype, deterministic=fixed_rows)
     holds_bfloat16 = spec.dtype == "bfloat16" or dtype == torch.bfloat16
     multiplies = product or choose_product(AUTO, device, is_used=holds_bfloat16)
+    chosen = kernels or select_kernels(
+        device, dtype, deterministic=fixed_rows, pairs=multiplies.in_pairs
+    )
     with _opened(
         path, dtype, device, chosen, quantization, multiplies, fixed_rows=fixed_rows
     ) as weights:

@@ -7,17 +7,20 @@ import torch
 
 from baton_engine.kernels.cpu.kernel_set import CpuKernels
 from baton_engine.kernels.cpu.library import load_library
+from baton_engine.kernels.cpu.matmul import multiplies_bfloat16
 from baton_engine.kernels.ports import PagedBatch
 
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 
 
-def cpu_kernels(dtype: torch.dtype) -> CpuKernels:
-    """The compiled kernels, or a skip where they are not built."""
+def cpu_kernels(dtype: torch.dtype, *, pairs: bool = False) -> CpuKernels:
+    """The compiled kernels, or a skip where they are not built, or where the processor does not multiply in pairs."""
     library = load_library()
     if library is None:
         pytest.skip("the CPU kernels are not built")
-    return CpuKernels(library, dtype)
+    if pairs and not multiplies_bfloat16():
+        pytest.skip("this processor has no avx512_bf16")
+    return CpuKernels(library, dtype, pairs=pairs)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -16,9 +16,9 @@ int64_t baton_panel_columns();
 void baton_matmul_bfloat16_float32(const float*, const uint32_t*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
 void baton_matmul_bfloat16_bfloat16(const uint16_t*, const uint32_t*, const float*, uint16_t*, int64_t, int64_t, int64_t, int64_t);
 void baton_paged_attention_float32_float32(const float*, const float*, const int32_t*, const int32_t*, const int32_t*, float*, int64_t,
-                                           int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, int64_t);
+                                           int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, int64_t, int64_t);
 void baton_paged_attention_float32_bfloat16(const float*, const uint16_t*, const int32_t*, const int32_t*, const int32_t*, float*,
-                                            int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, int64_t);
+                                            int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, int64_t, int64_t);
 void baton_rms_norm_float32(const float*, float*, const float*, float*, int64_t, int64_t, float, int64_t);
 void baton_silu_mul_bfloat16(const uint16_t*, uint16_t*, int64_t, int64_t, int64_t);
 }
@@ -112,9 +112,9 @@ void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t 
     std::vector<float> out(query.size()), out_narrow(query.size());
     const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
     baton_paged_attention_float32_float32(query.data(), pages.data(), starts.data(), contexts.data(), tables.data(), out.data(), num_rows,
-                                          heads, kv_heads, head_dim, block, width, scale, window, THREADS);
+                                          heads, kv_heads, head_dim, block, width, scale, window, 0, THREADS);
     baton_paged_attention_float32_bfloat16(query.data(), pages_narrow.data(), starts.data(), contexts.data(), tables.data(),
-                                           out_narrow.data(), num_rows, heads, kv_heads, head_dim, block, width, scale, window, THREADS);
+                                           out_narrow.data(), num_rows, heads, kv_heads, head_dim, block, width, scale, window, 0, THREADS);
     double worst = 0, worst_narrow = 0;
     for (int64_t row = 0; row < num_rows; row++)
         for (int64_t token = 0; token < rows[row][1]; token++)

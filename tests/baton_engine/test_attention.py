@@ -11,20 +11,34 @@ MIXED = [(1, 1), (1, 37), (5, 5), (70, 70), (33, 150), (1, 200), (3, 131)]
 
 
 def attend_both_ways(
-    rows, *, block_tokens, heads, kv_heads, head_dim, dtype, window, pages_dtype=None
+    rows,
+    *,
+    block_tokens,
+    heads,
+    kv_heads,
+    head_dim,
+    dtype,
+    window,
+    pages_dtype=None,
+    pairs=False,
 ):
     torch.manual_seed(0)
     batch, num_blocks = paged_batch(rows, block_tokens)
     pages = torch.randn(num_blocks, kv_heads, 2, block_tokens, head_dim).to(pages_dtype or dtype)
     query = (2 * torch.randn(batch.slots.shape[0], heads, head_dim)).to(dtype)
     arguments = (query, pages, batch, head_dim**-0.5, window)
-    return cpu_kernels(dtype).paged_attention(*arguments), paged_attention(*arguments)
+    kernels = cpu_kernels(dtype, pairs=pairs)
+    return kernels.paged_attention(*arguments), paged_attention(*arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "pairs"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["float32", "bfloat16", "pairs"],
+)
 @pytest.mark.parametrize("block_tokens", [1, 2, 16, 64])
 @pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 80, 128])
-def test_the_cpu_kernel_agrees_with_its_twin(head_dim, block_tokens, dtype):
+def test_the_cpu_kernel_agrees_with_its_twin(head_dim, block_tokens, dtype, pairs):
     actual, expected = attend_both_ways(
         MIXED,
         block_tokens=block_tokens,
@@ -33,6 +47,7 @@ def test_the_cpu_kernel_agrees_with_its_twin(head_dim, block_tokens, dtype):
         head_dim=head_dim,
         dtype=dtype,
         window=None,
+        pairs=pairs,
     )
     close(actual, expected)
 
@@ -56,15 +71,19 @@ def test_bfloat16_pages_under_float32_lose_nothing_more(head_dim, block_tokens, 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (14, 2), (72, 1)])
 @pytest.mark.parametrize("window", [None, 1, 7, 64, 100])
-def test_every_group_size_and_window_agrees_with_the_twin(heads, kv_heads, window):
+@pytest.mark.parametrize(
+    ("dtype", "pairs"), [(torch.float32, False), (torch.bfloat16, True)], ids=["float32", "pairs"]
+)
+def test_every_group_size_and_window_agrees_with_the_twin(heads, kv_heads, window, dtype, pairs):
     actual, expected = attend_both_ways(
         MIXED,
         block_tokens=16,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=32,
-        dtype=torch.float32,
+        dtype=dtype,
         window=window,
+        pairs=pairs,
     )
     close(actual, expected)
 
@@ -118,15 +137,49 @@ def test_a_row_is_computed_alike_alone_and_in_a_batch():
     assert torch.equal(together[1], alone[0])
 
 
-def test_large_scores_do_not_overflow():
-    batch, num_blocks = paged_batch([(70, 70), (1, 33)], 16)
-    pages = torch.randn(num_blocks, 1, 2, 16, 16) * 100
-    query = torch.randn(71, 1, 16) * 100
-    actual = cpu_kernels(torch.float32).paged_attention(query, pages, batch, 1.0, None)
-    assert torch.isfinite(actual).all()
-    torch.testing.assert_close(
-        actual, paged_attention(query, pages, batch, 1.0, None), atol=0.05, rtol=1e-3
+def test_pairs_compute_a_query_alike_whatever_chunk_and_batch_it_is_in():
+    torch.manual_seed(0)
+    batch, num_blocks = paged_batch([(150, 150), (20, 61)], 16)
+    pages = torch.randn(num_blocks, 2, 2, 16, 32).bfloat16()
+    query = torch.randn(170, 6, 32).bfloat16()
+    kernels = cpu_kernels(torch.bfloat16, pairs=True)
+    whole = kernels.paged_attention(query, pages, batch, 0.2, None)
+    for first, last in ((0, 40), (40, 131), (131, 150)):
+        chunk = type(batch)(
+            slots=batch.slots[first:last],
+            query_starts=torch.tensor([0, last - first], dtype=torch.int32),
+            context_lens=torch.tensor([last], dtype=torch.int32),
+            block_tables=batch.block_tables[:1],
+        )
+        part = kernels.paged_attention(query[first:last], pages, chunk, 0.2, None)
+        assert torch.equal(part, whole[first:last])
+
+
+def test_pairs_round_weights_and_nothing_else():
+    """Weights of 0 and 1 are exact in bfloat16, and so is what they choose."""
+    batch, num_blocks = paged_batch([(32, 32)], 16)
+    pages = torch.zeros(num_blocks, 1, 2, 16, 32)
+    pages[:, :, 1] = torch.randn(num_blocks, 1, 16, 32)
+    places = batch.block_tables[0].long()
+    pages[places, 0, 0] = 64 * torch.eye(32).view(2, 16, 32)
+    query = torch.eye(32).unsqueeze(1)
+    actual = cpu_kernels(torch.bfloat16, pairs=True).paged_attention(
+        query.bfloat16(), pages.bfloat16(), batch, 8.0, None
     )
+    assert torch.equal(actual[:, 0], pages[places, 0, 1].reshape(32, 32).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pairs"), [(torch.float32, False), (torch.bfloat16, True)], ids=["float32", "pairs"]
+)
+def test_large_scores_do_not_overflow(dtype, pairs):
+    batch, num_blocks = paged_batch([(70, 70), (1, 33)], 16)
+    pages = (torch.randn(num_blocks, 1, 2, 16, 16) * 100).to(dtype)
+    query = (torch.randn(71, 1, 16) * 100).to(dtype)
+    actual = cpu_kernels(dtype, pairs=pairs).paged_attention(query, pages, batch, 1.0, None)
+    assert torch.isfinite(actual).all()
+    expected = paged_attention(query, pages, batch, 1.0, None)
+    torch.testing.assert_close(actual, expected, atol=0.05, rtol=1e-2 if pairs else 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -156,11 +209,17 @@ def test_a_window_of_no_tokens_is_refused():
 
 @pytest.mark.parametrize("queries", [1, 30], ids=["decode", "prefill"])
 @pytest.mark.parametrize("place", ["key", "value"])
-def test_a_page_that_is_not_finite_shows_in_its_own_row_and_in_no_other(place, queries):
+@pytest.mark.parametrize(
+    ("dtype", "pairs"), [(torch.float32, False), (torch.bfloat16, True)], ids=["float32", "pairs"]
+)
+def test_a_page_that_is_not_finite_shows_in_its_own_row_and_in_no_other(
+    place, queries, dtype, pairs
+):
     torch.manual_seed(0)
     batch, num_blocks = paged_batch([(queries, 90), (queries, 90)], 16)
-    pages, query = torch.randn(num_blocks, 2, 2, 16, 16), torch.randn(2 * queries, 4, 16)
-    kernels = cpu_kernels(torch.float32)
+    pages = torch.randn(num_blocks, 2, 2, 16, 16).to(dtype)
+    query = torch.randn(2 * queries, 4, 16).to(dtype)
+    kernels = cpu_kernels(dtype, pairs=pairs)
     healthy = kernels.paged_attention(query, pages, batch, 0.25, None)
     pages[batch.block_tables[0, 1], :, ["key", "value"].index(place), 3] = float("nan")
     actual = kernels.paged_attention(query, pages, batch, 0.25, None)

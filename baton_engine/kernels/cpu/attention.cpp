@@ -64,11 +64,11 @@ void attend(const Attention<T, K>& call, const std::vector<int64_t>& first_tiles
                          const int32_t* context_lens, const int32_t* block_tables, T* out,         \
                          int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,                \
                          int64_t head_dim, int64_t block_tokens, int64_t table_width, float scale, \
-                         int64_t window, int64_t num_threads) {                                    \
+                         int64_t window, int64_t pairs, int64_t num_threads) {                     \
         baton::Attention<T, K> call{query,        pages,    query_starts, context_lens,            \
                                     block_tables, out,      num_rows,     num_heads,               \
                                     num_kv_heads, head_dim, block_tokens, table_width,             \
-                                    scale,        window};                                         \
+                                    scale,        window,   pairs != 0};                           \
         std::vector<int64_t> tiles = call.first_tiles();                                           \
         _Pragma("omp parallel num_threads(static_cast<int>(num_threads)) if (tiles.back() * num_kv_heads > 1)") \
         baton::attend<T, K>(call, tiles);                                                          \

@@ -3,7 +3,9 @@
 // Keys are taken 64 at a time with an online softmax (Milakov and Gimelshein 2018; FlashAttention-2). Two ways to the
 // scores: with many queries a lane is a query, and keys, widened first, are broadcast against the transposed queries,
 // so nothing is ever transposed per key; with few (decode) a lane is an element of the head, then of the keys, which
-// are read where they lie: there the memory is what costs, so the next ones are sent for meanwhile.
+// are read where they lie: there the memory is what costs, so the next ones are sent for meanwhile. Where the processor
+// multiplies pairs of bfloat16, the many do so: products of queries and keys are exact as before, weights are rounded
+// to bfloat16 before they meet the values, as FlashAttention-2 does.
 #pragma once
 
 #include <algorithm>
@@ -29,8 +31,13 @@ struct Scratch {
     int32_t* positions;
     std::vector<float> memory;
     std::vector<const float*> query_rows, weight_rows;
+    std::vector<const Pair*> query_pairs, weight_pairs, key_pairs, value_pairs;
 
     void fit(int64_t lanes, int64_t width) {
+        query_pairs.resize(width / 2);
+        weight_pairs.resize(lanes);
+        key_pairs.resize(KEYS);
+        value_pairs.resize(KEYS / 2);
         query_rows.resize(width);
         weight_rows.resize(lanes);
         memory.resize(2 * lanes * width + KEYS * (lanes + 2 * width) + 4 * lanes + LINE);
@@ -65,10 +72,12 @@ class Tile {
     }
 
     void attend() {
-        if (count <= FEW)
-            attend_as<true>();
-        else
-            attend_as<false>();
+        if (count <= FEW) return attend_as<true>();
+#ifdef __AVX512F__
+        if constexpr (std::is_same_v<T, bfloat16> && std::is_same_v<K, bfloat16>)
+            if (call.pairs && call.head_dim == width) return attend_in_pairs();
+#endif
+        attend_as<false>();
     }
 
    private:
@@ -102,18 +111,73 @@ class Tile {
         finish();
     }
 
+#ifdef __AVX512F__
+    void attend_in_pairs() {
+        prepare_sums();
+        Pair* queries = reinterpret_cast<Pair*>(at.queries);
+        for (int64_t d = 0; d < width / 2; d++) at.query_pairs[d] = queries + d * lanes;
+        for (int64_t m = 0; m < count; m++)
+            for (int64_t d = 0; d < width / 2; d++)
+                std::memcpy(queries + d * lanes + m, query(m) + 2 * d, sizeof *queries);
+        for (int64_t m = 0; m < count; m++) at.weight_pairs[m] = reinterpret_cast<Pair*>(at.scores) + m;
+        Lines<K> lines;
+        for (int64_t key = std::max<int64_t>(0, begin_position - call.window + 1); key < end_position; key += KEYS) {
+            int64_t keys = std::min(KEYS, end_position - key);
+            look_up(head, key, lines);
+            for (int64_t j = 0; j < keys; j++) at.key_pairs[j] = reinterpret_cast<const Pair*>(lines.keys[j]);
+            multiply(at.key_pairs.data(), 1, at.query_pairs.data(), keys, width / 2, lanes, at.scores, lanes, false);
+            weigh_columns<true>(key, keys, call.scale);
+            pair_values(lines.values, keys);
+            rescale_sums();
+            multiply(at.weight_pairs.data(), lanes, at.value_pairs.data(), count, (keys + 1) / 2, width, at.sums, width,
+                     true);
+        }
+        finish();
+    }
+
+    // Each pair has an element of two values, one after the other; behind an odd last one the same once more.
+    void pair_values(const bfloat16* const* lines, int64_t keys) {
+        Pair* to = reinterpret_cast<Pair*>(at.values);
+        for (int64_t j = 0; j < keys; j += 2, to += width) {
+            const bfloat16 *first = lines[j], *second = lines[std::min(j + 1, keys - 1)];
+            for (int64_t d = 0; d < width; d += LANES)
+                store(reinterpret_cast<float*>(to + d), paired(load(first + d), load(second + d)));
+            at.value_pairs[j / 2] = to;
+        }
+    }
+#endif
+
+    // The upper halves of two vectors, lane by lane.
+    static Vec paired(Vec first, Vec second) {
+        typedef uint32_t Bits __attribute__((vector_size(4 * LANES), may_alias));
+        Bits low = reinterpret_cast<Bits>(first) >> 16, high = reinterpret_cast<Bits>(second) & 0xffff0000u;
+        return reinterpret_cast<Vec>(low | high);
+    }
+
+    // Rounded to bfloat16, to nearest even. What is no number stays none: it comes from pages, or has no lower half.
+    static Vec rounded(Vec value) {
+        typedef uint32_t Bits __attribute__((vector_size(4 * LANES), may_alias));
+        Bits bits = reinterpret_cast<Bits>(value);
+        return reinterpret_cast<Vec>((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
+    }
+
     const T* query(int64_t m) const {
         int64_t index = (token + m / group) * call.num_heads + head * group + m % group;
         return call.query + index * call.head_dim;
     }
 
-    void prepare(bool few) {
+    // Nothing has been attended to yet.
+    void prepare_sums() {
         std::fill(at.queries, at.queries + lanes * width, 0.0f);
         std::fill(at.sums, at.sums + lanes * width, 0.0f);
         std::fill(at.maxima, at.maxima + lanes, NOTHING);
         std::fill(at.totals, at.totals + lanes, 0.0f);
         for (int64_t m = 0; m < lanes; m++)
             at.positions[m] = begin_position + std::min(m, count - 1) / group;
+    }
+
+    void prepare(bool few) {
+        prepare_sums();
         for (int64_t m = 0; m < count; m++)
             for (int64_t d = 0; d < call.head_dim; d++)
                 at.queries[few ? m * width + d : d * lanes + m] = widen(query(m)[d]) * call.scale;
@@ -151,6 +215,13 @@ class Tile {
     void weigh_many(const float* const* lines, int64_t key, int64_t keys) {
         multiply(lines, 1, at.query_rows.data(), keys, call.head_dim, lanes, at.scores, lanes,
                  false);
+        weigh_columns<false>(key, keys, 1.0f);
+    }
+
+    // The same once scores are there, which are still to be multiplied by `scale`. Paired weights take the place of the
+    // first half of the scores, [(keys + 1) / 2][lanes]; behind an odd last one is a zero.
+    template <bool in_pairs>
+    void weigh_columns(int64_t key, int64_t keys, float scale) {
         bool masked = partly_hidden(key, keys);
         for (int64_t m = 0; m < lanes; m += LANES) {
             float* column = at.scores + m;
@@ -164,12 +235,19 @@ class Tile {
             Vec before = load(at.maxima + m), maximum = before;
             for (int64_t j = 0; j < keys; j++) maximum = larger(maximum, load(column + j * lanes));
             Vec total = {};
-            for (int64_t j = 0; j < keys; j++) {
-                Vec weight = exponential(load(column + j * lanes) - maximum);
-                store(column + j * lanes, weight);
+            auto weight = [&](int64_t j) {
+                Vec weight = exponential((load(column + j * lanes) - maximum) * scale);
                 total += weight;
-            }
-            Vec rescale = exponential(before - maximum);
+                return weight;
+            };
+            if constexpr (in_pairs)
+                for (int64_t j = 0; j < keys; j += 2) {
+                    Vec first = weight(j), second = j + 1 < keys ? weight(j + 1) : Vec{};
+                    store(column + j / 2 * lanes, paired(rounded(first), rounded(second)));
+                }
+            else
+                for (int64_t j = 0; j < keys; j++) store(column + j * lanes, weight(j));
+            Vec rescale = exponential((before - maximum) * scale);
             store(at.maxima + m, maximum);
             store(at.rescale + m, rescale);
             store(at.totals + m, load(at.totals + m) * rescale + total);

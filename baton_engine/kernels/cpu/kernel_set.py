@@ -21,7 +21,7 @@ _SIGNATURES: dict[str, Sequence[type]] = {
     "silu_mul": [_POINTER] * 2 + [_INT] * 3,
 }
 _SIGNATURES_WITH_PAGES: dict[str, Sequence[type]] = {
-    "paged_attention": [_POINTER] * 6 + [_INT] * 6 + [_FLOAT] + [_INT] * 2,
+    "paged_attention": [_POINTER] * 6 + [_INT] * 6 + [_FLOAT] + [_INT] * 3,
     "rotate_and_store": [_POINTER] * 8 + [_INT] * 5 + [_FLOAT, _INT],
 }
 
@@ -42,16 +42,18 @@ class CpuKernels:
     Args:
         library: What `load_library` gave.
         dtype: Of activations and weights: float32 or bfloat16. Pages hold one of `page_dtypes(dtype)`.
+        pairs: Attention of prompts multiplies bfloat16 in pairs, where all is bfloat16; the processor has avx512_bf16.
 
     Attributes:
         library: The same.
     """
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, *, pairs: bool = False) -> None:
         if dtype not in SUPPORTED_DTYPES:
             raise ValueError(f"CPU kernels compute in {SUPPORTED_DTYPES}, not {dtype}")
         self.library = library
         self._dtype = dtype
+        self._pairs = pairs
         name = name_of(dtype)
         self._functions = {
             function: _entry(library, f"{function}_{name}", arguments)
@@ -157,6 +159,7 @@ class CpuKernels:
             batch.block_tables.shape[1],
             scale,
             NO_WINDOW if window is None else min(window, NO_WINDOW),
+            self._pairs,
             torch.get_num_threads(),
         )
         return output

@@ -111,7 +111,7 @@ class Layers {
     Attention<T, K> attention() const {
         return {at.query,       nullptr,        step.query_starts, step.context_lens,  step.block_tables,
                 at.query,       step.rows,      shape.heads,       shape.kv_heads,     shape.head_dim,
-                shape.block_tokens, step.table_width, shape.scale, 0};
+                shape.block_tokens, step.table_width, shape.scale, 0, shape.product == PAIRS || shape.product == TILES};
     }
 
     // Blocks of nearly the same size, whole tiles but the last.

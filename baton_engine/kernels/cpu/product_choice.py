@@ -68,6 +68,11 @@ class Bfloat16Product(StrEnum):
     WIDENED = "widened"
     """torch's product of float32, with weights that were widened at load."""
 
+    @property
+    def in_pairs(self) -> bool:
+        """Whether the instructions for bfloat16 of AVX-512 multiply; attention over prompts then has them as well."""
+        return self in (Bfloat16Product.PAIRS, Bfloat16Product.MIXED, Bfloat16Product.AMX)
+
 
 AUTO = "auto"
 FEW_TOKENS = 32

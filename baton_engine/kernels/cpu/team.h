@@ -66,6 +66,7 @@ struct Attention {
     int64_t num_rows, num_heads, num_kv_heads, head_dim, block_tokens, table_width;
     float scale;
     int64_t window;
+    bool pairs;  // whether many queries are multiplied in pairs, by a processor with avx512_bf16, where all is bfloat16
 
     int64_t group() const { return num_heads / num_kv_heads; }
     int64_t tile_tokens() const;
