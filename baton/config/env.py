@@ -25,6 +25,7 @@ STANDARD = {
 }
 """Variables of other standards that give a setting, unless ours does; of two the later one wins."""
 
+_SPINS = "1000"
 _RAY_HEAD_WAIT_S = 30 * 24 * 3600
 
 # Kubernetes describes each service of the namespace in variables of these forms. A service named `baton-router` thus
@@ -100,10 +101,13 @@ def outlast_ray_head() -> None:
 
 
 def have_threads_sleep(environ: MutableMapping[str, str]) -> None:
-    """Has OpenMP's threads sleep while they wait for each other, unless the operator says otherwise: by itself they
-    wait busily, on cores that other processes wait for. It reads this when it is loaded.
+    """Has OpenMP's threads sleep once they have waited for each other for some microseconds, unless the operator says
+    otherwise: by themselves they wait busily, on cores that other processes wait for, and where they sleep at once
+    waking them takes longer than many a loop. It reads this when it is loaded.
     """
-    environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environ.keys():
+        environ["OMP_WAIT_POLICY"] = "passive"
+        environ["GOMP_SPINCOUNT"] = _SPINS  # GNU's runtime, which torch brings; others sleep at once
 
 
 def quiet_grpc() -> None:

@@ -387,12 +387,15 @@ def test_children_inherit_no_setting_and_so_no_secret(monkeypatch):
 
 def test_threads_that_are_to_sleep_do_unless_the_operator_says_otherwise(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     assert "OMP_WAIT_POLICY" not in env.child_environment(num_threads=1)
     sleeping = env.child_environment(num_threads=1, threads_sleep=True)
     assert sleeping["OMP_WAIT_POLICY"] == "passive"
+    assert int(sleeping["GOMP_SPINCOUNT"]) > 0
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     sleeping = env.child_environment(num_threads=1, threads_sleep=True)
     assert sleeping["OMP_WAIT_POLICY"] == "active"
+    assert "GOMP_SPINCOUNT" not in sleeping, "it would be stronger than the policy"
 
 
 def test_grpc_in_children_is_quiet_unless_the_operator_wants_to_hear_it(monkeypatch):
