@@ -144,7 +144,8 @@ def test_nothing_is_found_on_threads_before_there_is_an_engine(threads: MaskThre
     alone.begin()
     assert not alone.finding()
     assert mask_of(alone).all()
-    assert matcher.threads == [(threading.current_thread().name, 0)]
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert matcher.threads == [(threading.current_thread().name, own)]
 
 
 def test_the_engine_is_told_of_late_masks_only(threads: MaskThreads):
