@@ -107,7 +107,9 @@ def have_threads_sleep(environ: MutableMapping[str, str]) -> None:
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environ.keys():
         environ["OMP_WAIT_POLICY"] = "passive"
-        environ["GOMP_SPINCOUNT"] = _SPINS  # GNU's runtime, which torch brings; others sleep at once
+        environ["GOMP_SPINCOUNT"] = (
+            _SPINS  # GNU's runtime, which torch brings; others sleep at once
+        )
 
 
 def quiet_grpc() -> None:
