@@ -97,6 +97,11 @@ class KvLayout:
         """Pages that the KV of `tokens` tokens takes, over all groups of layers."""
         return num_pages(tokens, self.block_tokens, self.windows)
 
+    @property
+    def pages_per_block(self) -> int:
+        """Pages that each further `block_tokens` tokens of a long text take: one for each group without a window."""
+        return max(1, self.windows.count(0))
+
     def digest(self) -> str:
         """A short hash that is equal exactly for equal layouts."""
         return self._hash(f.name for f in fields(self))
