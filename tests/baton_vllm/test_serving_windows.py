@@ -53,9 +53,9 @@ def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """At its end every page of both workers has to be free."""
+    """With a pool, in which its workers have no part. At its end every page of both workers has to be free."""
     file = tmp_path_factory.mktemp("pair") / "cluster.yaml"
-    file.write_text(SETTINGS)
+    file.write_text(SETTINGS + "pool: {enabled: true, memory_bytes: 64MiB}\n")
     with serve(str(model), "-f", str(file), *FLAGS, *PAIR, "--served-model-name", "tiny") as served:
         yield served
 

@@ -2,6 +2,7 @@
 workers count.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,3 +235,34 @@ def test_layers_of_other_kinds_are_named():
 
     mamba = MambaSpec(block_size=SIZE, shapes=((4, 4),), dtypes=(torch.float32,))
     assert unlike([full(), windowed(8), mamba]) == "there are layers of the kind MambaSpec"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_off", "held_as_full", "why"),
+    [
+        ((0, 0), False, True, ""),  # no windows: as ever
+        ((0, 8), False, False, ""),
+        ((8, 8), False, False, ""),
+        ((0, 8), True, True, "vLLM makes no groups"),
+        ((0, 8, -1), False, True, "num_kv_heads differs between layers: 1, 2"),
+    ],
+)
+def test_the_choice_is_made_of_the_models_layers_before_their_cache_is_allocated(
+    kinds, is_off, held_as_full, why, caplog
+):
+    from baton_vllm.window_groups import choosing
+
+    of_kind = {0: full(), 8: windowed(8), -1: windowed(8, num_kv_heads=2, head_size=4)}
+    scheduling = SimpleNamespace(disable_hybrid_kv_cache_manager=is_off)
+
+    class Executor:
+        vllm_config = SimpleNamespace(scheduler_config=scheduling)
+
+        def get_kv_cache_specs(self) -> list[dict[str, Any]]:
+            return [{f"layer.{place}": of_kind[kind] for place, kind in enumerate(kinds)}]
+
+    choosing(Executor)().get_kv_cache_specs()  # type: ignore[arg-type]
+
+    assert scheduling.disable_hybrid_kv_cache_manager == held_as_full
+    assert ("held as if they had none" in caplog.text) == bool(why)
+    assert why in caplog.text
