@@ -1,18 +1,18 @@
 """Which pages the KV of a text takes where a model's layers form groups, and in which order they are told.
 
-Every group of layers has pages of its own, all from one arena. A group with a window keeps the token blocks that one of
-the text's last `block_tokens` tokens attends to: so the text's last token can be computed again, and the same text finds
-its last full block before that token once more. All pages of a text are one list, token block by token block, in each
-of them group by group:
+Every group of layers has pages of its own, all from one arena. A group with a window keeps the token blocks that hold
+one of the last `window` tokens: what the token behind the text attends to, and what the text's last token attended to,
+should it be computed again. All pages of a text are one list, token block by token block, in each of them group by
+group:
 
-    two groups, the second with a window of 3 tokens; 9 tokens in blocks of 2
+    two groups, the second with a window of 4 tokens; 9 tokens in blocks of 2
 
     token block   0   1   2   3   4
     group 0       0   1   2   4   6
     group 1               3   5   7
 
 So the pages of leading token blocks lead the list: what a prefix cache holds, and what a chunk has completed.
-Windows are given group by group, a token and those before it, 0 for none; an empty list is one group without a window.
+Windows are given group by group, 0 for none; an empty list is one group without a window.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 def first_block(num_tokens: int, block_tokens: int, window: int) -> int:
     """The first token block that a group keeps of `num_tokens` tokens."""
-    return max(0, num_tokens - block_tokens - window + 1) // block_tokens if window else 0
+    return max(0, num_tokens - window) // block_tokens if window else 0
 
 
 def num_pages(

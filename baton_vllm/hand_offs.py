@@ -414,12 +414,11 @@ class VllmHandOffs:
 
     def _most(self, end: int, window: int) -> int:
         """Blocks that a group of a prompt of `end` token blocks has at a time while it is computed: with a window those
-        of a step, of the window before it and one more, none of which has to begin with a block.
+        of a step and of the window before it, neither of which has to begin with a block.
         """
         if not window:
             return end
-        kept = window - 1 + self._block_tokens
-        return min(end, self._num_blocks(kept + self._step_tokens) + 1)
+        return min(end, self._num_blocks(window + self._step_tokens) + 1)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)

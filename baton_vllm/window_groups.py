@@ -70,14 +70,13 @@ def windows_of(groups: Sequence[Any]) -> tuple[int, ...]:
     return () if windows == (0,) else windows
 
 
-def keep_one_more_block(groups: Sequence[Any]) -> None:
-    """Has vLLM's scheduler keep what each of a text's last tokens attends to, a block of them, as `baton.page_order` has
-    it. vLLM does the same for some of its drafters.
+def keep_one_more(groups: Sequence[Any]) -> None:
+    """Has vLLM's scheduler keep, behind each window, what the last computed token attended to: a worker that is handed a
+    prompt may have to compute its last token again. vLLM does the same for some of its drafters.
     """
     for group in groups:
-        spec = group.kv_cache_spec
-        if isinstance(spec, SlidingWindowSpec):
-            group.kv_cache_spec = replace(spec, extra_retained_tokens=spec.block_size)
+        if isinstance(group.kv_cache_spec, SlidingWindowSpec):
+            group.kv_cache_spec = replace(group.kv_cache_spec, extra_retained_tokens=1)
 
 
 def longest(groups: Sequence[Any], *, num_blocks: int, step_tokens: int, max_model_len: int) -> int:

@@ -40,8 +40,8 @@ ENVIRONMENT = {
 NEW_TOKENS = 12
 CHUNK_TOKENS = 64
 BLOCK_TOKENS = 32
-PROMPT_LENGTHS = (33, 64, 96, 199, 300)
-"""With windows of 64 tokens the last token of the third attends to a block that has left the window for the next one."""
+PROMPT_LENGTHS = (33, 64, 95, 199, 300)
+"""With windows of 64 tokens the third is one whose last token attends to a block that is behind it for the next one."""
 
 
 def prompt_tokens(length: int) -> list[int]:

@@ -268,9 +268,8 @@ class FakeVllm:
         return len({*self.free} | (shared - {NULL}))
 
     def _skipped(self, num_computed: int, window: int) -> int:
-        """Leading blocks that have left a window, behind which vLLM is told to keep a block more."""
-        kept = window - 1 + self.block_tokens
-        return max(0, num_computed - kept) // self.block_tokens if window else 0
+        """Leading blocks that have left a window, of which vLLM is told to keep one token more."""
+        return max(0, num_computed - window + 1 - 1) // self.block_tokens if window else 0
 
     def _wanted(
         self,
@@ -286,8 +285,7 @@ class FakeVllm:
         for group, window in enumerate(self.windows):
             required = -(-num_tokens // self.block_tokens)
             if is_whole and window:
-                kept = window - 1 + self.block_tokens
-                most = -(-(kept + self.budget) // self.block_tokens) + 1
+                most = -(-(window + self.budget) // self.block_tokens) + 1
                 required = min(required, most)
             if hit is None:
                 has = len(request.tables[group])

@@ -85,7 +85,7 @@ def test_groups_share_the_arena_and_one_with_fewer_layers_leaves_the_last_of_its
     assert arena.layout.windows == (0, 48)
     assert [arena.layer_index(name) for name in seen] == [0, 1, 2, 0, 1]
     assert arena.layers_at == (2, 2, 1)
-    assert arena.layout.num_blocks_for(100) == 7 + 5
+    assert arena.layout.num_blocks_for(100) == 7 + 4
 
 
 def test_a_layer_of_a_group_whose_pages_are_of_another_shape_is_refused_by_its_name():

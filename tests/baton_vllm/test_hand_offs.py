@@ -233,7 +233,7 @@ def test_a_start_without_a_reservation_or_of_one_that_is_gone_is_a_broken_invari
 
 
 def test_of_a_group_with_a_window_only_what_the_prompts_end_attends_to_is_kept_and_told():
-    world = World(windows=(0, 2))
+    world = World(windows=(0, 5))
     seq_id = world.submit("prefill", 0, PROMPT_TOKENS)
 
     steps(world)
@@ -262,7 +262,7 @@ def test_a_layer_is_told_once_all_groups_have_computed_theirs():
 
 
 def test_a_received_prompt_has_no_blocks_that_have_left_a_window_and_holds_what_all_groups_have():
-    world = World(num_blocks=40, windows=(0, 2))
+    world = World(num_blocks=40, windows=(0, 5))
     world.submit("generate", 0, 17)
     steps(world)
 
