@@ -27,7 +27,7 @@ _ALIKE = ("block_size", "page_size_bytes", "num_kv_heads", "head_size", "dtype",
 def choosing(executor: type[Executor]) -> type[Executor]:
     """`executor`, which has vLLM hold all layers as full where their windows cannot be kept, and logs why."""
 
-    class ChoosingExecutor(executor):  # type: ignore[misc,valid-type]  # vLLM's, whichever it is
+    class ChoosingExecutor(executor):  # type: ignore[misc]  # vLLM's, whichever it is
         def get_kv_cache_specs(self) -> list[dict[str, Any]]:
             told: list[dict[str, Any]] = super().get_kv_cache_specs()
             specs = [spec for of_worker in told for spec in of_worker.values()]

@@ -245,7 +245,7 @@ def test_of_a_group_with_a_window_only_what_the_prompts_end_attends_to_is_kept_a
     assert world.pages == {(seq_id, layer): told for layer in range(NUM_LAYERS)}
 
 
-def test_a_layer_is_told_once_all_groups_have_computed_theirs():
+def test_a_layer_is_told_once_all_groups_have_computed_theirs(monkeypatch: pytest.MonkeyPatch):
     world = World(windows=(0, 5, 0))
     world.submit("prefill", 0, 4)
     told: list[int] = []
@@ -256,7 +256,7 @@ def test_a_layer_is_told_once_all_groups_have_computed_theirs():
                 world.hand_offs.layer_computed(layer)
             told.append(len(world.pages))
 
-    world.vllm.scheduled = scheduled  # type: ignore[method-assign]
+    monkeypatch.setattr(world.vllm, "scheduled", scheduled)
     world.vllm.step()
     assert told == [0, 1, 2]
 

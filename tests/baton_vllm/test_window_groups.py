@@ -264,7 +264,7 @@ def test_the_choice_is_made_of_the_models_layers_before_their_cache_is_allocated
         def get_kv_cache_specs(self) -> list[dict[str, Any]]:
             return [{f"layer.{place}": of_kind[kind] for place, kind in enumerate(kinds)}]
 
-    choosing(Executor)().get_kv_cache_specs()  # type: ignore[arg-type]
+    choosing(Executor)().get_kv_cache_specs()
 
     assert scheduling.disable_hybrid_kv_cache_manager == held_as_full
     assert ("held as if they had none" in caplog.text) == bool(why)
