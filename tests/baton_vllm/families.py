@@ -53,7 +53,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         SMALL
         | {
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 5,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": 64,

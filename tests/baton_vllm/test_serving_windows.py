@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=missing() or ""),
 ]
 
-WINDOWS = {"gemma3": (64, 64, 64, 64, 64, 0), "gpt-oss": (64, 0)}
+WINDOWS = {"gemma3": (64, 64, 64, 64, 64, 0), "gpt-oss": (64, 64, 0)}
 
 
 @pytest.fixture(scope="module", params=[*WINDOWS])
