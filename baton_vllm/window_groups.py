@@ -71,8 +71,8 @@ def windows_of(groups: Sequence[Any]) -> tuple[int, ...]:
 
 
 def keep_one_more(groups: Sequence[Any]) -> None:
-    """Has vLLM's scheduler keep, behind each window, what the last computed token attended to: a worker that is handed a
-    prompt may have to compute its last token again. vLLM does the same for some of its drafters.
+    """Has vLLM's scheduler keep, behind each window, what the last computed token attended to: a worker that is handed
+    a prompt may have to compute its last token again. vLLM does the same for some of its drafters.
     """
     for group in groups:
         if isinstance(group.kv_cache_spec, SlidingWindowSpec):

@@ -83,8 +83,8 @@ def test_a_pairs_greedy_tokens_are_those_of_vllm_alone(cluster, model):
 
 @pytest.mark.parametrize("length", [96, 100])
 def test_samples_of_one_prompt_come_from_both_workers(cluster, length):
-    """The first goes on from what was handed off. The others find its blocks in the decode worker's prefix cache, or too
-    few of them where the prompt ends with a block, and then compute it.
+    """The first goes on from what was handed off. The others find its blocks in the decode worker's prefix cache, or
+    too few of them where the prompt ends with a block, and then compute it.
     """
     prompt = prompt_tokens(length)
     greedy = tokens(ask(cluster, prompt, max_tokens=6))

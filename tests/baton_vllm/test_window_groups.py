@@ -161,7 +161,7 @@ def test_both_workers_have_the_same_pages_of_a_prompt_and_those_that_are_held_le
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([(4,), (0, 8), (12, 0, 12)]), st.integers(1, 60), st.integers(1, 8))
 def test_a_prompt_that_was_handed_off_is_found_again_by_both_workers(windows, length, chunk):
-    """With windows of whole blocks. The receiver of whole blocks has one too few for the hit before the last of them."""
+    """With windows of whole blocks. A receiver of whole blocks has one too few for the hit before the last of them."""
     side, cached = Manager(windows), []
     for is_sender in (True, False):
         prompt = [*range(100 * is_sender, 100 * is_sender + length)]
