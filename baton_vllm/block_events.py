@@ -73,11 +73,14 @@ class BlockNames:
         return self._changes.take() if len(self._changes) else None
 
     def _stored(self, event: Any) -> None:
+        size = event.block_size
+        if len(event.token_ids) != size * len(event.block_hashes):
+            return  # the first ones have left a window: no text is found from its beginning by the others
         parent = self._parent(event)
-        if parent is None or event.block_size != self._layout.block_tokens:
+        if parent is None or size != self._layout.block_tokens:
             return
-        keys = chain_keys(self._secret, parent, event.token_ids, event.block_size)
-        for name, key in zip(event.block_hashes, keys, strict=False):
+        keys = chain_keys(self._secret, parent, event.token_ids, size)
+        for name, key in zip(event.block_hashes, keys, strict=True):
             if (held := self._held.get(name)) is not None:
                 held.pages += 1
                 continue

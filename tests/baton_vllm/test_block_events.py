@@ -92,6 +92,14 @@ def test_what_stands_behind_an_unknown_block_is_not_told():
     assert names.take() is None
 
 
+def test_blocks_behind_some_that_have_left_a_window_are_not_told():
+    """Hashes are then of the last blocks, and the salt of the first one is not there."""
+    names = BlockNames(SECRET, replace(LAYOUT, windows=(2,)))
+    stored = BlockStored([11], None, [1, 2, 3, 4], extra_keys=[None])
+    names.add([stored, BlockStored([12], 11, [5, 6]), BlockRemoved([11])])
+    assert names.take() is None
+
+
 def test_of_several_groups_the_first_that_attends_to_everything_is_followed():
     layout = replace(LAYOUT, windows=(4, 0, 0))
     names = BlockNames(SECRET, layout)
