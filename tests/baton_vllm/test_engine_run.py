@@ -65,9 +65,12 @@ def test_pages_are_handed_off_byte_by_byte_and_continued_token_by_token(
     for handed_off in (first, draws_first):
         assert handed_off["held_blocks"] == [0] * len(PROMPT_LENGTHS)
     assert first["cached_tokens"] == [0] * len(PROMPT_LENGTHS)
-    assert max(first["told_in_steps"]) > 3
 
     windows = result["windows"]
+    if 0 in (
+        windows or [0]
+    ):  # else the first chunks have left the window in the end, and are not told
+        assert max(first["told_in_steps"]) > 3
     assert windows == WINDOWED.get(family, [])
     cached_blocks = [(length - 1) // BLOCK_TOKENS for length in PROMPT_LENGTHS]
     assert again["held_blocks"] == [
