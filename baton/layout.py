@@ -16,13 +16,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from baton.ids import LayerName
+from baton.page_order import num_pages
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 SPARE_BLOCKS = 1
 """Pages at the end of every arena that its engine never hands out. They belong to no sequence: a peer that opens a way
 into the arena writes there to see whether the way is good, and how fast.
 """
-_CONTENT = ("model_fingerprint", "dtype", "block_tokens", "head_dim", "drafter")
+_CONTENT = ("model_fingerprint", "dtype", "block_tokens", "head_dim", "drafter", "windows")
+_LATER_FIELDS = ("drafter", "windows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,9 @@ class KvLayout:
         tp_rank: Which of them this is.
         kv_head_replicas: Ranks that hold the same heads: 1 unless there are fewer heads than ranks.
         drafter: Fingerprint of a draft model whose KV stands in the layers behind the model's own; empty without one.
+        windows: Of the groups of layers that have pages of their own, each in tokens, 0 for a group that attends to
+            everything; empty where one group without a window has all layers (`baton.page_order`). A layer here is
+            then one of each group: a page holds the KV of its group's.
     """
 
     model_fingerprint: str
@@ -53,6 +58,7 @@ class KvLayout:
     tp_rank: int = 0
     kv_head_replicas: int = 1
     drafter: str = ""
+    windows: tuple[int, ...] = ()
 
     @property
     def total_kv_heads(self) -> int:
@@ -88,8 +94,13 @@ class KvLayout:
         return layer_index * self.page_layer_bytes * num_blocks
 
     def num_blocks_for(self, tokens: int) -> int:
-        """Pages that `tokens` tokens take."""
-        return -(-tokens // self.block_tokens)
+        """Pages that the KV of `tokens` tokens takes, over all groups of layers."""
+        return num_pages(tokens, self.block_tokens, self.windows)
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages that each further `block_tokens` tokens of a long text take: one for each group without a window."""
+        return max(1, self.windows.count(0))
 
     def digest(self) -> str:
         """A short hash that is equal exactly for equal layouts."""
@@ -100,8 +111,12 @@ class KvLayout:
         return self._hash((*_CONTENT, "total_kv_heads"))
 
     def _hash(self, names: Iterable[str]) -> str:
-        """Without a drafter, what it was when there were none: workers of both releases go together."""
-        named = [(n, getattr(self, n)) for n in names if n != "drafter" or self.drafter]
+        """Without a drafter or windows, what it was when there were none: workers of both releases go together."""
+        named = [
+            (name, getattr(self, name))
+            for name in names
+            if name not in _LATER_FIELDS or getattr(self, name)
+        ]
         return hashlib.blake2b(repr(named).encode(), digest_size=8).hexdigest()
 
     def difference(self, other: "KvLayout") -> str | None:
@@ -132,6 +147,8 @@ class KvLayout:
             return f"tp_rank: {self.tp_rank} of {self.tp_size}"
         if self.tp_size % self.kv_head_replicas:
             return f"kv_head_replicas: {self.kv_head_replicas} does not divide {self.tp_size} ranks"
+        if any(window < 0 for window in self.windows):
+            return f"windows: {self.windows} has one below 0"
         if not self.layers or len(set(self.layers)) < len(self.layers):
             return "layers: none, or one of them twice"
         return None

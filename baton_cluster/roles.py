@@ -215,7 +215,7 @@ async def _serve_engine(
         metrics.registry.register(OwnMetrics({each.name for each in metrics.registry.collect()}))
     pool = (
         join_pool(child.assignment, built.host, hello, memory, metrics, credentials)
-        if hands_off
+        if not isinstance(built, BuiltVllm) or built.pools
         else None
     )
     parts = _Parts(

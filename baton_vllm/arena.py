@@ -4,9 +4,13 @@ vLLM allocates its whole cache at once, `torch.zeros(size, dtype=int8)`, and ask
 in. Its views then lie as our arenas do: layers outermost, pages one after the other, in each page the heads. What a
 head's bytes mean is known to the attention backend alone,
 so that whatever decides it stands in the layout's fingerprint.
+
+Groups of layers share the arena: at each of its layers lies one layer of every group, and a page is that of the group
+whose block it is. A group with fewer layers than others leaves the last ones of its pages unused; these bytes are
+handed off with the others.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +40,7 @@ class VllmArena(TorchFunctionMode):
         self._layout: KvLayout | None = None
         self._pages = 0
         self._layer_index: dict[str, int] = {}
+        self._layers_at: tuple[int, ...] = ()
 
     def __torch_function__(
         self,
@@ -60,36 +65,46 @@ class VllmArena(TorchFunctionMode):
         return torch.frombuffer(self._bytes.view, dtype=torch.int8, count=size)
 
     def register(
-        self, views: Mapping[str, torch.Tensor], block_tokens: int, facts: Mapping[str, str]
+        self,
+        views: Mapping[str, torch.Tensor],
+        groups: Sequence[Sequence[str]],
+        *,
+        block_tokens: int,
+        windows: tuple[int, ...],
+        facts: Mapping[str, str],
     ) -> None:
         """vLLM's views of its cache, `[num_blocks, num_kv_heads, block_tokens, 2 * head_dim]` for each layer.
 
         Where they do not lie as an arena's layers do, `misfit` names the layer and what differs.
 
         Args:
-            views: By the layer's name. Layers that share a cache are one.
+            views: By the layer's name.
+            groups: The layers with KV of their own, group by group; others use the view of one of these.
             block_tokens: Tokens in a block, of the cache's specification.
+            windows: Of the groups (`KvLayout.windows`).
             facts: What else decides the bytes of a page: the model, vLLM's version, the attention backend,
                 the kind of processor.
         """
-        layers = _own_layers(views)
-        indices = {view.data_ptr(): index for index, (_, view) in enumerate(layers)}
-        self._layer_index = {name: indices[view.data_ptr()] for name, view in views.items()}
+        layers = _by_address((name, views[name]) for names in groups for name in names)
+        self._layer_index = {name: index for index, at in enumerate(layers) for name, _ in at}
+        self._layers_at = tuple(len(at) for at in layers)
         try:
-            self._layout = self._layout_of(layers, block_tokens, facts)
-            self._pages = layers[0][1].shape[0]
+            self._layout = self._layout_of(layers, block_tokens, windows, facts)
+            self._pages = layers[0][0][1].shape[0]
         except ConfigError as error:
             self.misfit = error
 
     def _layout_of(
         self,
-        layers: Sequence[tuple[str, torch.Tensor]],
+        layers: Sequence[Sequence[tuple[str, torch.Tensor]]],
         block_tokens: int,
+        windows: tuple[int, ...],
         facts: Mapping[str, str],
     ) -> KvLayout:
         if self._bytes is None:
             raise ConfigError("vLLM did not allocate its KV cache where its connector told it to")
-        shape, dtype = layers[0][1].shape, str(layers[0][1].dtype).removeprefix("torch.")
+        first, view = layers[0][0]
+        shape, dtype = view.shape, str(view.dtype).removeprefix("torch.")
         if len(shape) != 4 or shape[2] != block_tokens or shape[3] % 2 or dtype not in DTYPE_BYTES:
             raise ConfigError(
                 f"KV pages of shape {list(shape)} and {dtype} cannot be handed off between vLLM workers (blocks of {block_tokens} tokens)"
@@ -100,18 +115,20 @@ class VllmArena(TorchFunctionMode):
             block_tokens=block_tokens,
             num_kv_heads=shape[1],
             head_dim=shape[3] // 2,
-            layers=tuple(LayerName(name) for name, _ in layers),
+            layers=tuple(LayerName("+".join(name for name, _ in at)) for at in layers),
+            windows=windows,
         )
-        for index, (name, view) in enumerate(layers):
+        for index, (name, view) in ((i, layer) for i, at in enumerate(layers) for layer in at):
             offset = view.data_ptr() - self._bytes.address
             if (
                 view.shape != shape
+                or view.dtype != layers[0][0][1].dtype
                 or offset != layout.layer_offset(index, shape[0])
                 or view.stride(0) * view.element_size() != layout.page_layer_bytes
                 or not view[0].is_contiguous()
             ):
                 raise ConfigError(
-                    f"KV pages of layer {name} do not follow each other as those of {layers[0][0]} do; they cannot be handed off"
+                    f"KV pages of layer {name} do not follow each other as those of {first} do; they cannot be handed off"
                 )
         return layout
 
@@ -131,14 +148,21 @@ class VllmArena(TorchFunctionMode):
         """Pages before the spare one, the first of which is vLLM's null block."""
         return self._pages - SPARE_BLOCKS
 
-    def layer_index(self, name: str) -> int:
-        """Index into `KvLayout.layers` of one of vLLM's layers."""
-        return self._layer_index[name]
+    def layer_index(self, name: str) -> int | None:
+        """Index into `KvLayout.layers` of one of vLLM's layers; None for one that has no KV of its own."""
+        return self._layer_index.get(name)
+
+    @property
+    def layers_at(self) -> tuple[int, ...]:
+        """How many of vLLM's layers lie at each index: one of each group, but for groups that have fewer."""
+        return self._layers_at
 
 
-def _own_layers(views: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """One name for every cache, in the order in which they lie."""
-    own: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, view in views.items():
-        own.setdefault(view.data_ptr(), (name, view))
-    return [own[address] for address in sorted(own)]
+def _by_address(
+    layers: Iterable[tuple[str, torch.Tensor]],
+) -> list[list[tuple[str, torch.Tensor]]]:
+    """The layers at every address, in the order in which they lie."""
+    at: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, view in layers:
+        at.setdefault(view.data_ptr(), []).append((name, view))
+    return [at[address] for address in sorted(at)]

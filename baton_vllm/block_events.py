@@ -35,6 +35,7 @@ class BlockNames:
     def __init__(self, secret: bytes, layout: KvLayout) -> None:
         self._secret = secret
         self._layout = layout
+        self._group = layout.windows.index(0) if 0 in layout.windows else 0
         self._held: dict[object, _Held] = {}
         self._changes = ChangeLog()
 
@@ -49,9 +50,12 @@ class BlockNames:
         """vLLM asks where others can listen: nowhere."""
 
     def add(self, events: Iterable[Any]) -> None:
-        """Takes events, in order; those of a second group of layers name no other blocks."""
+        """Takes events, in order. Of several groups of layers one is followed, the first that attends to everything: a
+        text is found as far as all groups have it, of which that is an estimate. Blocks that have left a window are
+        vLLM's to hand out again, as those of ended requests are, and no prefix ends there once they are.
+        """
         for event in events:
-            if getattr(event, "group_idx", None):
+            if getattr(event, "group_idx", None) not in (None, self._group):
                 continue
             match type(event).__name__:
                 case "BlockStored":
@@ -69,11 +73,14 @@ class BlockNames:
         return self._changes.take() if len(self._changes) else None
 
     def _stored(self, event: Any) -> None:
+        size = event.block_size
+        if len(event.token_ids) != size * len(event.block_hashes):
+            return  # the first ones have left a window: no text is found from its beginning by the others
         parent = self._parent(event)
-        if parent is None or event.block_size != self._layout.block_tokens:
+        if parent is None or size != self._layout.block_tokens:
             return
-        keys = chain_keys(self._secret, parent, event.token_ids, event.block_size)
-        for name, key in zip(event.block_hashes, keys, strict=False):
+        keys = chain_keys(self._secret, parent, event.token_ids, size)
+        for name, key in zip(event.block_hashes, keys, strict=True):
             if (held := self._held.get(name)) is not None:
                 held.pages += 1
                 continue

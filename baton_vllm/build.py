@@ -48,8 +48,8 @@ class BuiltVllm:
         limits: What it takes.
         num_blocks: Pages that a peer may be granted: all but the spare one. vLLM's null block is among them,
             and never granted.
-        hands_off: Whether its pages can be handed to another worker, and another's to it;
-            and whether a pool can hold them.
+        hands_off: Whether its pages can be handed to another worker, and another's to it.
+        pools: Whether a pool can hold them.
         grammar_counts: What its grammars cost; None where they are refused.
     """
 
@@ -58,6 +58,7 @@ class BuiltVllm:
     limits: EngineLimits
     num_blocks: int
     hands_off: bool
+    pools: bool
     grammar_counts: GrammarCounts | None
 
 
@@ -100,20 +101,36 @@ def build_vllm_engine(
     adapters = read_adapters(model.lora_modules)
     core, vllm_config = _open(model, config, (hand_offs, pool_pages, arena), adapters, progress)
     from baton_vllm.core import VllmCore
+    from baton_vllm.window_groups import longest, windows_of
 
-    spec = _page_spec(core)
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
+    block_tokens, windows = _block_tokens(groups), windows_of(groups)
     if arena.misfit is not None:
         if role is not Role.HYBRID:
             raise arena.misfit
         logger.warning("this worker hands nothing off, and has no part in a pool: %s", arena.misfit)
-    layout = arena.layout if arena.misfit is None else _layout(core, vllm_config, spec, adapters)
+    elif windows:
+        logger.warning(
+            "this worker has no part in a pool: layers keep windows of %s tokens, 0 for all",
+            "/".join(str(window) for window in windows),
+        )
+    layout = arena.layout if arena.misfit is None else _layout(core, vllm_config, windows, adapters)
+    scheduling = vllm_config.scheduler_config
+    # One is vLLM's null block; the spare one has been taken out of its pool.
+    num_blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
     limits = EngineLimits(
-        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-        max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        max_model_len=vllm_config.model_config.max_model_len,
-        block_tokens=spec.block_size,
-        # One is vLLM's null block; the spare one has been taken out of its pool.
-        num_blocks=core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+        max_num_seqs=scheduling.max_num_seqs,
+        max_num_batched_tokens=scheduling.max_num_batched_tokens,
+        max_model_len=longest(
+            groups,
+            num_blocks=num_blocks,
+            step_tokens=scheduling.max_num_batched_tokens,
+            max_model_len=vllm_config.model_config.max_model_len,
+        )
+        if windows
+        else vllm_config.model_config.max_model_len,
+        block_tokens=block_tokens,
+        num_blocks=num_blocks,
         vocab_size=vllm_config.model_config.get_vocab_size(),
         adapters=frozenset(adapter.name for adapter in adapters),
     )
@@ -138,7 +155,8 @@ def build_vllm_engine(
         stop_ids=frozenset(eos_ids),
         take_block_changes=names.take,
     )
-    if hands_off := arena.misfit is None:
+    hands_off = arena.misfit is None
+    if pools := hands_off and not windows:
         pool_pages.name_by(secret, layout)
     return BuiltVllm(
         host=host,
@@ -146,6 +164,7 @@ def build_vllm_engine(
         limits=limits,
         num_blocks=arena.num_blocks if hands_off else limits.num_blocks,
         hands_off=hands_off,
+        pools=pools,
         grammar_counts=None if grammars is None else grammars.counts,
     )
 
@@ -168,6 +187,7 @@ def _open(
 
     from baton_vllm.connector import CONNECTOR_CONFIG, connector_objects
     from baton_vllm.core import ToldScheduler
+    from baton_vllm.window_groups import choosing
 
     arguments = engine_arguments(model, config)
     device = current_platform.device_type
@@ -201,7 +221,7 @@ def _open(
             f"{model.model}: latent attention is not served on CPUs: vLLM {MINOR} draws other tokens there when it goes on from its own output"
         )
     try:
-        core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
+        core = EngineCore(vllm_config, choosing(Executor.get_class(vllm_config)), log_stats=True)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
         raise ModelLoadError(f"vLLM cannot serve {model.model}: {_words(error)}") from error
     return core, vllm_config
@@ -233,20 +253,24 @@ def _words(error: Exception) -> str:
     return said[:500] or type(error).__name__
 
 
-def _page_spec(core: Any) -> Any:
-    groups = core.scheduler.kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
+def _block_tokens(groups: Sequence[Any]) -> int:
+    sizes: set[int] = {group.kv_cache_spec.block_size for group in groups}
+    if len(sizes) != 1:
         raise ModelLoadError(
-            f"vLLM holds the model's KV in {len(groups)} groups of layers, Baton serves those with one"
+            f"vLLM holds the model's KV in {len(groups)} groups of layers with blocks of {sorted(sizes)} tokens, Baton serves those with one size"
         )
-    return groups[0].kv_cache_spec
+    return sizes.pop()
 
 
-def _layout(core: Any, vllm_config: Any, spec: Any, adapters: Sequence[Adapter]) -> KvLayout:
+def _layout(
+    core: Any, vllm_config: Any, windows: tuple[int, ...], adapters: Sequence[Adapter]
+) -> KvLayout:
     """Of pages that are not handed off."""
     from baton_vllm.connector import page_facts
 
-    facts = page_facts(vllm_config, core.scheduler.kv_cache_config, adapters)
+    config = core.scheduler.kv_cache_config
+    spec = config.kv_cache_groups[0].kv_cache_spec
+    facts = page_facts(vllm_config, config, adapters)
     return KvLayout(
         model_fingerprint=" ".join(f"{name}={value}" for name, value in facts.items()),
         dtype=str(spec.dtype).removeprefix("torch."),
@@ -254,9 +278,9 @@ def _layout(core: Any, vllm_config: Any, spec: Any, adapters: Sequence[Adapter])
         num_kv_heads=getattr(spec, "num_kv_heads", 1),
         head_dim=getattr(spec, "head_size", 1),
         layers=tuple(
-            LayerName(name)
-            for name in core.scheduler.kv_cache_config.kv_cache_groups[0].layer_names
+            LayerName(name) for group in config.kv_cache_groups for name in group.layer_names
         ),
+        windows=windows,
     )
 
 

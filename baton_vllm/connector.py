@@ -17,15 +17,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from baton.ids import SeqId
+from baton.page_order import first_block
 from baton_vllm.adapters import Adapter, fingerprint
 from baton_vllm.arena import VllmArena
 from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.pool_pages import VllmPoolPages
+from baton_vllm.window_groups import windows_of
 
 CONNECTOR_CONFIG = {
     "kv_connector": "BatonConnector",
@@ -89,8 +92,8 @@ class BatonConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Empty: both halves look at the same tables."""
 
 
-class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """See the module's text; the methods are vLLM's."""
+class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """See the module's text; the methods are vLLM's. A pool is there only where one group has all layers."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -99,7 +102,10 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._pool_pages: VllmPoolPages = objects["pool_pages"]
         self._arena: VllmArena = objects["arena"]
         self._adapters: Sequence[Adapter] = objects["adapters"]
-        self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        groups = kv_cache_config.kv_cache_groups
+        self._groups = [tuple(group.layer_names) for group in groups]
+        self._windows = windows_of(groups)
+        self._block_tokens = groups[0].kv_cache_spec.block_size
         self._pool: Any = None
 
     # Its worker's half.
@@ -110,9 +116,19 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV cache is there."""
-        self._hand_offs.use_blocks_of(self._block_tokens)
-        facts = page_facts(self._vllm_config, self._kv_cache_config, self._adapters)
-        self._arena.register(kv_caches, self._block_tokens, facts)
+        self._arena.register(
+            kv_caches,
+            self._groups,
+            block_tokens=self._block_tokens,
+            windows=self._windows,
+            facts=page_facts(self._vllm_config, self._kv_cache_config, self._adapters),
+        )
+        self._hand_offs.use_blocks_of(
+            self._block_tokens,
+            self._windows,
+            step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+            layers_at=self._arena.layers_at,
+        )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """KV comes from peers and from the pool, not from here."""
@@ -128,7 +144,8 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
         """A layer of the step is computed."""
-        self._hand_offs.layer_computed(self._arena.layer_index(layer_name))
+        if (index := self._arena.layer_index(layer_name)) is not None:
+            self._hand_offs.layer_computed(index)
 
     def wait_for_save(self) -> None:
         """Pages are kept for as long as they are read, so that no step waits for it."""
@@ -186,12 +203,15 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return tokens, bool(tokens)
 
     def _num_free(self, request: Any, num_computed_tokens: int) -> int:
-        """Blocks that nothing uses, and those in use that the request would share."""
-        held = request.block_hashes[: num_computed_tokens // self._block_tokens]
-        cached = [self._pool.get_cached_block(name, [0]) for name in held]
-        num_shared = sum(bool(blocks and blocks[0].ref_cnt) for blocks in cached)
+        """Blocks that nothing uses, and those in use that the request would share to its end."""
         num_free: int = self._pool.get_num_free_blocks()
-        return num_free + num_shared
+        end = num_computed_tokens // self._block_tokens
+        for group, window in enumerate(self._windows or (0,)):
+            first = first_block(request.num_tokens, self._block_tokens, window)
+            held = request.block_hashes[first:end]
+            cached = [self._pool.get_cached_block(name, [group]) for name in held]
+            num_free += sum(bool(blocks and blocks[0].ref_cnt) for blocks in cached)
+        return num_free
 
     def update_state_after_alloc(
         self,
@@ -200,9 +220,9 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         num_external_tokens: int,  # noqa: ARG002
     ) -> None:
         """A request has blocks."""
-        block_ids = blocks.get_block_ids()[0]
-        self._hand_offs.allocated(SeqId(request.request_id), block_ids)
-        self._pool_pages.allocated(request.request_id, block_ids)
+        tables = blocks.get_block_ids()
+        self._hand_offs.allocated(SeqId(request.request_id), tables)
+        self._pool_pages.allocated(request.request_id, tables[0])
 
     def build_connector_meta(self, scheduler_output: Any) -> BatonConnectorMetadata:
         """The next step is decided."""
@@ -212,18 +232,18 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for new in scheduler_output.scheduled_new_reqs:
             self._scheduled(
                 new.req_id,
-                new.block_ids[0],
+                new.block_ids,
                 start=new.num_computed_tokens,
                 num_tokens=num_tokens[new.req_id],
                 anew=True,
             )
         cached = scheduler_output.scheduled_cached_reqs
-        for req_id, blocks, start in zip(
+        for req_id, tables, start in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             self._scheduled(
                 req_id,
-                blocks[0] if blocks is not None else (),
+                tables if tables is not None else [()] * len(self._groups),
                 start=start,
                 num_tokens=num_tokens[req_id],
                 anew=req_id in cached.resumed_req_ids,
@@ -232,22 +252,28 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return BatonConnectorMetadata()
 
     def _scheduled(
-        self, req_id: str, blocks: Sequence[int], *, start: int, num_tokens: int, anew: bool
+        self,
+        req_id: str,
+        tables: Sequence[Sequence[int]],
+        *,
+        start: int,
+        num_tokens: int,
+        anew: bool,
     ) -> None:
         self._hand_offs.scheduled(
             SeqId(req_id),
-            blocks,
+            tables,
             start=start,
             num_tokens=num_tokens,
             anew=anew,
             pooled_tokens=self._pool_pages.pooled_tokens(req_id),
         )
-        self._pool_pages.scheduled(req_id, blocks, start=start, num_tokens=num_tokens, anew=anew)
+        self._pool_pages.scheduled(req_id, tables[0], start=start, num_tokens=num_tokens, anew=anew)
 
-    def request_finished(
+    def request_finished_all_groups(
         self,
         request: Any,
-        block_ids: list[int],  # noqa: ARG002
+        block_ids: tuple[list[int], ...],  # noqa: ARG002
     ) -> tuple[bool, None]:
         """A request is over, and its blocks are about to be given back."""
         complete = request.status in _COMPLETE

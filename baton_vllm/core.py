@@ -26,6 +26,7 @@ from baton_vllm.grammar import HeldGrammar, hold, new_masks
 from baton_vllm.metrics import StepCounts
 from baton_vllm.ports import CoreLoad, CoreOutput, Scheduled
 from baton_vllm.requests import CoreRequest
+from baton_vllm.window_groups import keep_one_more
 
 _FINISH = {
     VllmFinish.STOP: FinishReason.STOP,
@@ -40,6 +41,10 @@ class ToldScheduler(Scheduler):
     """vLLM's scheduler, which says what it has put into a step before the model runs."""
 
     told: Callable[[Scheduled], None] | None = None
+
+    def __init__(self, *, kv_cache_config: Any, **kwargs: Any) -> None:  # vLLM's own arguments
+        keep_one_more(kv_cache_config.kv_cache_groups)
+        super().__init__(kv_cache_config=kv_cache_config, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:  # vLLM's own signature
         """As vLLM's."""

@@ -10,14 +10,19 @@ Both share this table, on the engine's thread. It knows nothing of vLLM, so that
 
 vLLM gives blocks back at once when a request ends, but for two kinds: those whose `request_finished` answered True,
 until the worker names them as sent, and those that wait for KV from elsewhere, until the worker names them as received.
+
+Where layers form groups a request has a table of blocks for each, in which blocks that have left a window are vLLM's
+null block. Handed off are the pages that the prompt's end needs, in the order of `baton.page_order`.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.errors import InvariantError
 from baton.ids import BlockId, LegKind, SeqId
+from baton.page_order import first_block, num_pages, pages_in_order
 from baton_engine.messages import PrefillStarted, Released, Reserved, SeqEvent
 from baton_engine.ports import LayerReady, LayerSink, PageExport
 
@@ -52,8 +57,9 @@ class _Sequence:
     Attributes:
         num_tokens: Of its prompt.
         room_tokens: Those that it has to have room for before anything else of it can run.
-        blocks: vLLM's, in order, as far as it has them.
-        num_exported: Leading ones that the sink was told of.
+        tables: vLLM's blocks, group by group, as far as it has them.
+        num_exported: Leading token blocks whose pages the sink was told of.
+        num_before: Tokens before its last chunk: what had left a window by then is vLLM's again.
         tells_released: Whether its end is told.
     """
 
@@ -62,8 +68,9 @@ class _Sequence:
     num_tokens: int
     room_tokens: int
     state: PageState
-    blocks: list[BlockId] = field(default_factory=list)
+    tables: list[list[BlockId]] = field(default_factory=list)
     num_exported: int = 0
+    num_before: int = 0
     num_cached: int = 0
     tells_released: bool = True
 
@@ -86,14 +93,34 @@ class VllmHandOffs:
     def __init__(self, sink: LayerSink | None = None) -> None:
         self._sink = sink
         self._block_tokens = 0
+        self._windows: Sequence[int] = (0,)
+        self._step_tokens = 0
+        self._layers_at: Sequence[int] = ()
+        self._computed_at: Counter[int] = Counter()
         self._sequences: dict[SeqId, _Sequence] = {}
         self._events: list[SeqEvent] = []
         self._exports: list[PageExport] = []
         self._one_waits = False
 
-    def use_blocks_of(self, block_tokens: int) -> None:
-        """So many tokens are in a block; vLLM decides it when it allocates its cache."""
-        self._block_tokens = block_tokens
+    def use_blocks_of(
+        self,
+        block_tokens: int,
+        windows: Sequence[int] = (),
+        *,
+        step_tokens: int = 0,
+        layers_at: Sequence[int] = (),
+    ) -> None:
+        """What vLLM decides when it allocates its cache.
+
+        Args:
+            block_tokens: Tokens in a block.
+            windows: Of the groups of layers (`baton.page_order`).
+            step_tokens: The most that one step computes.
+            layers_at: How many layers lie at each index of an arena's layers, all of them in different groups;
+                empty where it is one at each.
+        """
+        self._block_tokens, self._windows = block_tokens, windows or (0,)
+        self._step_tokens, self._layers_at = step_tokens, layers_at
 
     # The host: one call per command.
 
@@ -186,41 +213,42 @@ class VllmHandOffs:
         sequence = self._sequences.get(seq_id)
         if sequence is None or sequence.state not in (_S.WAITING, _S.COMPUTING):
             return 0
-        sequence.blocks = []  # it has none, or has lost them to another
-        wanted = self._num_blocks(sequence.room_tokens) + self.promised_blocks
-        if self._one_waits or wanted > num_free:
+        sequence.tables = []  # it has none, or has lost them to another
+        if self._one_waits or self._room(sequence) + self.promised_blocks > num_free:
             self._one_waits = True
             return None
+        sequence.num_cached = sequence.num_before = num_cached
         if sequence.state is _S.COMPUTING:
             return 0
-        sequence.num_cached = num_cached
         return sequence.num_tokens - num_cached
 
-    def allocated(self, seq_id: SeqId, blocks: Sequence[int]) -> None:
-        """A request that waited has these blocks, in order."""
+    def allocated(self, seq_id: SeqId, tables: Sequence[Sequence[int]]) -> None:
+        """A request that waited has these blocks, group by group and in order."""
         sequence = self._sequences.get(seq_id)
         if sequence is None or sequence.state not in (_S.WAITING, _S.COMPUTING):
             return
-        sequence.blocks = [BlockId(block) for block in blocks]
+        sequence.tables = [[BlockId(block) for block in blocks] for blocks in tables]
         if sequence.state is _S.COMPUTING:
             return
         sequence.move(_S.RESERVED)
-        if len(sequence.blocks) != self._num_blocks(sequence.num_tokens):
+        end = self._num_blocks(sequence.num_tokens)
+        if any(len(blocks) != end for blocks in tables):
+            given = "/".join(str(len(blocks)) for blocks in tables)
             raise InvariantError(
-                f"{seq_id} was given {len(blocks)} blocks for {sequence.num_tokens} tokens"
+                f"{seq_id} was given {given} blocks for {sequence.num_tokens} tokens"
             )
         self._events.append(
             Reserved(
                 seq_id=seq_id,
-                blocks=tuple(sequence.blocks),
-                held_blocks=sequence.num_cached // self._block_tokens,
+                blocks=self._pages(sequence, 0, end),
+                held_blocks=self._num_pages(sequence, sequence.num_cached // self._block_tokens),
             )
         )
 
     def scheduled(
         self,
         seq_id: SeqId,
-        blocks: Sequence[int],
+        tables: Sequence[Sequence[int]],
         *,
         start: int,
         num_tokens: int,
@@ -231,7 +259,7 @@ class VllmHandOffs:
 
         Args:
             seq_id: Of the request.
-            blocks: All that it has with `anew`, else those that it was given for this step.
+            tables: Its blocks, group by group: all that it has with `anew`, else those that it was given for this step.
             start: Tokens before the chunk.
             num_tokens: In it.
             anew: Whether it is the first one, or the first one after a preemption.
@@ -241,16 +269,19 @@ class VllmHandOffs:
         if sequence is None or sequence.state is not _S.COMPUTING:
             return
         if anew:
-            sequence.blocks, sequence.num_exported, sequence.num_cached = [], 0, start
+            sequence.tables = [[] for _ in self._windows]
+            sequence.num_exported, sequence.num_cached = 0, start
             self._events.append(
                 PrefillStarted(
                     seq_id=seq_id,
-                    num_blocks=self._num_blocks(sequence.num_tokens),
+                    num_blocks=self._num_pages(sequence),
                     cached_tokens=start - pooled_tokens,
                     pooled_tokens=pooled_tokens,
                 )
             )
-        sequence.blocks += [BlockId(block) for block in blocks]
+        for table, blocks in zip(sequence.tables, tables, strict=True):
+            table += [BlockId(block) for block in blocks]
+        sequence.num_before = start
         self._export(sequence, start + num_tokens)
 
     def finished(self, seq_id: SeqId, *, complete: bool, failed: bool = False) -> bool:
@@ -283,8 +314,14 @@ class VllmHandOffs:
     # vLLM's worker.
 
     def layer_computed(self, layer_index: int) -> None:
-        """The pages that this step completes hold the KV of one layer."""
-        if self._exports and self._sink is not None:
+        """One of the layers at an index is computed. The pages that this step completes are told with the last of them:
+        each holds the KV of one group, and the groups' layers at one index follow each other closely in a model.
+        """
+        if not self._exports or self._sink is None:
+            return
+        self._computed_at[layer_index] += 1
+        layers = self._layers_at[layer_index] if self._layers_at else 1
+        if self._computed_at[layer_index] == layers:
             self._sink.save_kv_layer(LayerReady(layer_index=layer_index, exports=self._exports))
 
     def after_step(self) -> tuple[set[str], set[str]]:
@@ -295,6 +332,7 @@ class VllmHandOffs:
             KV, to go on or, where they are over, to give back their blocks.
         """
         self._exports, self._one_waits = [], False
+        self._computed_at.clear()
         sent: set[str] = set()
         received: set[str] = set()
         for sequence in tuple(self._sequences.values()):
@@ -320,26 +358,67 @@ class VllmHandOffs:
 
     def _export(self, sequence: _Sequence, computed: int) -> None:
         """Pages that are complete once `computed` tokens are; the first time this includes those that were cached."""
-        first = sequence.num_exported
+        start = sequence.num_exported
         is_last = computed == sequence.num_tokens
         end = self._num_blocks(sequence.num_tokens) if is_last else computed // self._block_tokens
-        if end == first:
-            return
-        pages = tuple(sequence.blocks[first:end])
-        if len(pages) != end - first:
+        if any(len(table) < end for table in sequence.tables):
             raise InvariantError(f"{sequence.seq_id} computes tokens that it has no blocks for")
-        self._exports.append(PageExport(seq_id=sequence.seq_id, first_block=first, blocks=pages))
         sequence.num_exported = end
+        if pages := self._pages(sequence, start, end):
+            first = self._num_pages(sequence, start)
+            self._exports.append(
+                PageExport(seq_id=sequence.seq_id, first_block=first, blocks=pages)
+            )
+
+    def _pages(self, sequence: _Sequence, start: int, end: int) -> tuple[BlockId, ...]:
+        """Those of its token blocks from `start` to before `end` that are handed off, in order."""
+        order = pages_in_order(
+            sequence.num_tokens, self._block_tokens, self._windows, start=start, end=end
+        )
+        return tuple(sequence.tables[group][block] for block, group in order)
+
+    def _num_pages(self, sequence: _Sequence, num_blocks: int | None = None) -> int:
+        """How many of its leading token blocks, or of all of them, are handed off."""
+        return num_pages(
+            sequence.num_tokens, self._block_tokens, self._windows, num_blocks=num_blocks
+        )
+
+    def _room(self, sequence: _Sequence) -> int:
+        """Blocks that one without blocks has to find."""
+        end = self._num_blocks(sequence.room_tokens)
+        if sequence.state is _S.COMPUTING:
+            return sum(self._most(end, window) for window in self._windows)
+        num_tokens, size = sequence.num_tokens, self._block_tokens
+        return sum(end - first_block(num_tokens, size, window) for window in self._windows)
 
     def _promised(self, sequence: _Sequence) -> int:
         """Free blocks that it is going to need."""
+        end = self._num_blocks(sequence.room_tokens)
         match sequence.state:
-            case _S.COMPUTING if sequence.blocks:
-                return self._num_blocks(sequence.num_tokens) - len(sequence.blocks)
+            case _S.COMPUTING if sequence.tables:
+                return sum(
+                    self._lacking(end, len(table), sequence.num_before, window)
+                    for table, window in zip(sequence.tables, self._windows, strict=True)
+                )
             case _S.RESERVED | _S.STARTED:
-                return self._num_blocks(sequence.room_tokens) - len(sequence.blocks)
+                return sum(end - len(table) for table in sequence.tables)
             case _:
                 return 0
+
+    def _lacking(self, end: int, length: int, num_before: int, window: int) -> int:
+        """Free blocks that a group of a prompt that is computed is going to need at most, beside what it holds."""
+        if length >= end:
+            return 0
+        held = length - first_block(num_before, self._block_tokens, window)
+        return max(0, self._most(end, window) - held)
+
+    def _most(self, end: int, window: int) -> int:
+        """Blocks that a group of a prompt of `end` token blocks has at a time while it is computed: with a window those
+        of a step and of the window before it, neither of which has to begin with a block.
+        """
+        if not window:
+            return end
+        return min(end, self._num_blocks(window + self._step_tokens) + 1)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)

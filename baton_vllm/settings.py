@@ -35,7 +35,7 @@ GIVEN_BY = {
 
 DECIDED = {
     "async_scheduling": "one frame is told per step",
-    "disable_hybrid_kv_cache_manager": "all layers are held as if they attended to everything",
+    "disable_hybrid_kv_cache_manager": "windows are kept by themselves where the model's layers allow it",
     "disable_log_stats": "its figures are among the worker's metrics",
     "distributed_executor_backend": "the engine runs in the worker's process",
     "ec_transfer_config": "there is no second way to hand anything off",
@@ -138,7 +138,6 @@ def engine_arguments(model: ModelConfig, config: EngineConfig) -> dict[str, obje
         "async_scheduling": False,
         "served_model_name": model.served_model_name[0] if model.served_model_name else None,
         "scheduling_policy": "priority",
-        "disable_hybrid_kv_cache_manager": True,
         **config.vllm,
     }
     return {name: value for name, value in arguments.items() if value is not None}

@@ -76,6 +76,7 @@ def layout_to_proto(layout: KvLayout) -> pb.KvLayout:
         tp_rank=layout.tp_rank,
         kv_head_replicas=layout.kv_head_replicas,
         drafter=layout.drafter,
+        windows=list(layout.windows),
     )
 
 
@@ -92,6 +93,7 @@ def layout_from_proto(message: pb.KvLayout) -> KvLayout:
         tp_rank=message.tp_rank,
         kv_head_replicas=message.kv_head_replicas,
         drafter=message.drafter,
+        windows=tuple(message.windows),
     )
 
 

@@ -370,5 +370,6 @@ def _number(worker_id: WorkerId) -> int:
 def _lacking_tokens(worker: WorkerView, demand: Demand) -> int:
     if worker.load.blocks_total == 0:
         return 0
-    room = worker.load.blocks_free + worker.load.blocks_cached
-    return max(0, demand.uncached(worker) - room * worker.hello.layout.block_tokens)
+    layout = worker.hello.layout
+    room = (worker.load.blocks_free + worker.load.blocks_cached) // layout.pages_per_block
+    return max(0, demand.uncached(worker) - room * layout.block_tokens)

@@ -120,10 +120,10 @@ class WorkerView(WorkerRecord):
     def __post_init__(self) -> None:
         hello, layout = self.hello, self.hello.layout
         self.take_role(hello.role)
-        self.capacity_tokens = hello.num_blocks * layout.block_tokens
+        self.capacity_tokens = hello.num_blocks // layout.pages_per_block * layout.block_tokens
         self.max_sequences = hello.max_num_seqs
         self.pool_slot = NO_SLOT
-        self.kv_token_bytes = layout.page_bytes / layout.block_tokens
+        self.kv_token_bytes = layout.page_bytes * layout.pages_per_block / layout.block_tokens
         self.forecast_address = ctypes.addressof(self.forecast)
 
     def take_role(self, role: Role) -> None:
@@ -174,7 +174,8 @@ class WorkerView(WorkerRecord):
                 sequences, context = load.step_sequences, load.step_context_tokens
                 self.forecast.stepped(sequences, context, load.step_s, now_s)
         self.forecast.fetches_reported(self.load, load, self.hello.layout.block_tokens)
-        self.used_tokens = load.blocks_used * self.hello.layout.block_tokens
+        layout = self.hello.layout
+        self.used_tokens = load.blocks_used // layout.pages_per_block * layout.block_tokens
         self.reported_context_tokens = load.step_context_tokens if load.running else 0
         self.load = load
         self.draining = load.draining

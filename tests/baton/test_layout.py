@@ -38,6 +38,8 @@ def test_layers_lie_one_after_the_other() -> None:
 
 def test_tokens_take_whole_pages() -> None:
     assert [LAYOUT.num_blocks_for(n) for n in (0, 1, 64, 65)] == [0, 1, 1, 2]
+    windowed = replace(LAYOUT, windows=(0, 64))
+    assert [windowed.num_blocks_for(n) for n in (0, 1, 64, 65, 129)] == [0, 2, 2, 4, 5]
 
 
 OTHER: dict[str, Any] = {
@@ -51,6 +53,7 @@ OTHER: dict[str, Any] = {
     "tp_rank": 1,
     "kv_head_replicas": 2,
     "drafter": "d",
+    "windows": (0, 64),
 }
 NAMED = {"num_kv_heads": "total_kv_heads", "tp_size": "total_kv_heads"}
 

@@ -28,6 +28,7 @@ def test_a_greeting(role: Role, numbers: tuple[int, ...]) -> None:
             tp_rank=5,
             kv_head_replicas=4,
             drafter="d",
+            windows=(0, 64),
         ),
         max_model_len=1,
         vocab_size=2,

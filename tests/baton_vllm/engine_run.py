@@ -19,6 +19,7 @@ from typing import Any
 from baton.errors import CorruptKvError
 from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, BlockKey, LegKind, SeqId
+from baton.page_order import pages_in_order
 from baton.pages import FetchOutcome, PageFetch, PublishedPage
 from baton_engine.messages import PrefillStarted, Released, Reserved, SeqEvent
 from baton_engine.ports import LayerReady
@@ -38,7 +39,9 @@ ENVIRONMENT = {
 }
 NEW_TOKENS = 12
 CHUNK_TOKENS = 64
-PROMPT_LENGTHS = (33, 64, 199, 300)
+BLOCK_TOKENS = 32
+PROMPT_LENGTHS = (33, 64, 95, 199, 300)
+"""With windows of 64 tokens the third is one whose last token attends to a block that is behind it for the next one."""
 
 
 def prompt_tokens(length: int) -> list[int]:
@@ -119,12 +122,15 @@ class Engine:
         from vllm.v1.executor.abstract import Executor
 
         from baton_vllm.connector import CONNECTOR_CONFIG, connector_objects
+        from baton_vllm.core import ToldScheduler
+        from baton_vllm.window_groups import choosing
 
         self.memory = WorkerMemory()
         self.arena = VllmArena(self.memory)
         self.hand_offs, self.pool_pages = VllmHandOffs(sink=self), NotedPages()
         config = EngineArgs(
             **engine_args(folder),
+            scheduler_cls=ToldScheduler,
             kv_transfer_config=CONNECTOR_CONFIG
             | {
                 "kv_connector_extra_config": connector_objects(
@@ -132,7 +138,7 @@ class Engine:
                 )
             },
         ).create_engine_config()
-        self.core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self.core = EngineCore(config, choosing(Executor.get_class(config)), log_stats=False)
         self.events: list[SeqEvent] = []
         self.tokens: dict[str, list[int]] = {}
         self.copies: dict[tuple[str, int, int], bytes] = {}
@@ -140,8 +146,9 @@ class Engine:
         self.steps = 0
         self.free_at_first = self.num_free
         self.pool = BytesPool(self)
-        self.pool_pages.name_by(bytes(32), self.arena.layout)
-        self.pool_pages.connect(self.pool, self.pool)
+        if not self.arena.layout.windows:
+            self.pool_pages.name_by(bytes(32), self.arena.layout)
+            self.pool_pages.connect(self.pool, self.pool)
 
     @property
     def num_free(self) -> int:
@@ -209,42 +216,65 @@ class Engine:
         tokens = self.whole(prompts, salt)
         return {"tokens": tokens, "fetched": [self.pool_pages.fetched[name] for name in names]}
 
-    def handed_off(self, prompts: list[list[int]], run: str) -> dict[str, Any]:
-        """All prompts at once: prefilled under one salt, received under another."""
+    def kept(self, name: str, num_tokens: int) -> list[BlockId]:
+        """The blocks of a prompt that is to be sent, in the order in which they are."""
+        tables = self.core.scheduler.kv_cache_manager.get_block_ids(name)
+        order = pages_in_order(
+            num_tokens,
+            BLOCK_TOKENS,
+            self.arena.layout.windows,
+            start=0,
+            end=-(-num_tokens // BLOCK_TOKENS),
+        )
+        return [BlockId(tables[group][block]) for block, group in order]
+
+    def handed_off(
+        self, prompts: list[list[int]], run: str, *, draws_first: bool = False
+    ) -> dict[str, Any]:
+        """All prompts at once: prefilled under one salt, received under another. Receivers that draw the first token
+        compute the prompt's last one again.
+        """
         from baton_vllm.core import VllmCore
 
         senders = [SeqId(f"p-{run}-{index}") for index in range(len(prompts))]
         receivers = [SeqId(f"d-{run}-{index}") for index in range(len(prompts))]
+        salt = f"decode {draws_first}"
         for sender, receiver, prompt in zip(senders, receivers, prompts, strict=True):
-            self.ask(receiver, prompt, NEW_TOKENS - 1, "decode")
-            self.hand_offs.receive(receiver, len(prompt), room_tokens=len(prompt) + 1)
+            self.ask(receiver, prompt, NEW_TOKENS - (not draws_first), salt)
+            room_tokens = len(prompt) + (not draws_first)
+            self.hand_offs.receive(receiver, len(prompt), room_tokens=room_tokens)
             self.ask(sender, prompt, 1, "prefill")
             self.hand_offs.prefill(sender, len(prompt))
         self.run_until(senders, 1)
-        held, equal = [], True
-        for sender, receiver in zip(senders, receivers, strict=True):
+        held, equal, pages_of_groups = [], True, []
+        for sender, receiver, prompt in zip(senders, receivers, prompts, strict=True):
             (reserved,) = [
                 e for e in self.events if isinstance(e, Reserved) and e.seq_id == receiver
             ]
             held.append(reserved.held_blocks)
-            kept = self.core.scheduler.kv_cache_manager.get_block_ids(sender)[0]
+            kept = self.kept(sender, len(prompt))
+            tables = self.core.scheduler.kv_cache_manager.get_block_ids(sender)
+            pages_of_groups.append([sum(block > 0 for block in table) for table in tables])
+            equal &= len(kept) == len(reserved.blocks) and min(kept) > 0 < min(reserved.blocks)
             for layer in range(len(self.arena.layout.layers)):
                 for index, block in enumerate(reserved.blocks):
                     copy = self.copies[sender, layer, index]
                     equal &= copy == bytes(self.page(layer, BlockId(kept[index])))
                     if index >= reserved.held_blocks:
                         self.page(layer, block)[:] = copy
-            first = self.tokens[sender][0]
-            VllmCore(self.core, (), None, {}).go_on(receiver, first)
+            if not draws_first:
+                VllmCore(self.core, (), None, {}).go_on(receiver, self.tokens[sender][0])
             self.hand_offs.start(receiver, goes_on=True)
             self.hand_offs.end(sender)
-        computed = self.computed_tokens(receivers)
+        computed = self.computed_tokens(receivers, NEW_TOKENS - (not draws_first))
         released = {e.seq_id for e in self.events if isinstance(e, Released)}
         return {
             "tokens": [
-                self.tokens[p] + self.tokens[d] for p, d in zip(senders, receivers, strict=True)
+                ([] if draws_first else self.tokens[p]) + self.tokens[d]
+                for p, d in zip(senders, receivers, strict=True)
             ],
             "held_blocks": held,
+            "pages_of_groups": pages_of_groups,
             "cached_tokens": [
                 e.cached_tokens
                 for sender in senders
@@ -257,7 +287,7 @@ class Engine:
             "all_released": released >= set(senders),
         }
 
-    def computed_tokens(self, receivers: Sequence[SeqId]) -> int:
+    def computed_tokens(self, receivers: Sequence[SeqId], num_tokens: int) -> int:
         """Runs them to their end; how many tokens vLLM computed for them."""
         computed = 0
         schedule = self.core.scheduler.schedule
@@ -269,7 +299,7 @@ class Engine:
             return output
 
         self.core.scheduler.schedule = counting
-        self.run_until(receivers, NEW_TOKENS - 1)
+        self.run_until(receivers, num_tokens)
         self.core.scheduler.schedule = schedule
         return computed
 
@@ -297,10 +327,9 @@ def engine_args(folder: str) -> dict[str, Any]:
         "max_model_len": 512,
         "max_num_seqs": 16,
         "max_num_batched_tokens": CHUNK_TOKENS,
-        "block_size": 32,
+        "block_size": BLOCK_TOKENS,
         "enable_prefix_caching": True,
         "enforce_eager": True,
-        "disable_hybrid_kv_cache_manager": True,
     }
 
 
@@ -326,13 +355,16 @@ def main(family: str, folder: str) -> None:
         "hybrid": engine.whole(prompts, "whole"),
         "first": engine.handed_off(prompts, "first"),
         "again": engine.handed_off(prompts, "again"),
+        "draws first": engine.handed_off(prompts, "draws-first", draws_first=True),
         "aborted": engine.aborted(prompts[-1]),
-        "published": engine.pooled(prompts, "published"),
-        "fetched": engine.pooled(prompts, "fetched"),
+        "windows": engine.arena.layout.windows,
     }
-    engine.pool.corrupt = {*engine.pool.blocks}
-    result["corrupt"] = engine.pooled(prompts, "corrupt")
-    result["corrupt again"] = engine.whole(prompts, "corrupt", "again")
+    if engine.pool_pages.has_pool:
+        result["published"] = engine.pooled(prompts, "published")
+        result["fetched"] = engine.pooled(prompts, "fetched")
+        engine.pool.corrupt = {*engine.pool.blocks}
+        result["corrupt"] = engine.pooled(prompts, "corrupt")
+        result["corrupt again"] = engine.whole(prompts, "corrupt", "again")
     for _ in range(3):
         engine.step()
     result["leaked"] = engine.free_at_first - engine.num_free

@@ -2,16 +2,25 @@
 (`v1/core/sched/scheduler.py`).
 
 Requests are scheduled in chunks, preempted by recompute when blocks run out, share full blocks by their text, and give
-blocks back when vLLM does. `check` says what vLLM takes for granted.
+blocks back when vLLM does. Groups of layers have tables of blocks of their own; blocks that have left a group's window
+are given back at once (`v1/core/single_type_kv_cache_manager.py`). `check` says what vLLM takes for granted.
 """
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from baton.ids import SeqId
 from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.pool_pages import VllmPoolPages
+
+NULL = -1
+"""Stands in a table for a block that has left the window. vLLM's is its block 0, which a fake may hand out."""
+
+NUM_LAYERS = 2
+"""In each group."""
+
+Tables = list[list[int]]
 
 
 @dataclass(eq=False)
@@ -24,7 +33,12 @@ class FakeRequest:
     status: str = "WAITING"
     num_computed: int = 0
     num_output: int = 0
-    blocks: list[int] = field(default_factory=list)
+    tables: Tables = field(default_factory=list)
+
+    @property
+    def blocks(self) -> list[int]:
+        """Of the first group."""
+        return self.tables[0] if self.tables else []
 
     @property
     def num_tokens(self) -> int:
@@ -40,8 +54,11 @@ class FakeVllm:
         block_tokens: int,
         budget: int,
         pool_pages: VllmPoolPages | None = None,
+        windows: Sequence[int] = (),
     ) -> None:
-        hand_offs.use_blocks_of(block_tokens)
+        self.windows = windows or (0,)
+        layers_at = [len(self.windows)] * NUM_LAYERS
+        hand_offs.use_blocks_of(block_tokens, windows, step_tokens=budget, layers_at=layers_at)
         self.hand_offs = hand_offs
         self.pool_pages = pool_pages or VllmPoolPages()
         self.block_tokens, self.budget = block_tokens, budget
@@ -70,13 +87,14 @@ class FakeVllm:
         self.received.discard(request_id)
         self._finish(request, complete=False, delay=delay)
 
-    def step(self, num_layers: int = 2) -> None:
+    def step(self) -> None:
         self.drawn, self.preempted = [], []
         scheduled = self._schedule()
         self.scheduled(scheduled)
         if scheduled:
-            for layer in range(num_layers):
-                self.hand_offs.layer_computed(layer)
+            for layer in range(NUM_LAYERS):
+                for _ in self.windows:
+                    self.hand_offs.layer_computed(layer)
         sent, received = self.hand_offs.after_step()
         received |= self.pool_pages.after_step()
         self._lose(self.pool_pages.take_lost_blocks())
@@ -104,7 +122,13 @@ class FakeVllm:
         """A step is decided, and the model does not run yet."""
 
     def check(self) -> None:
-        held = Counter(block for request in self.requests.values() for block in request.blocks)
+        held = Counter(
+            block
+            for request in self.requests.values()
+            for table in request.tables
+            for block in table
+            if block != NULL
+        )
         assert held == +self.references
         assert not set(self.free) & set(held)
         assert len(self.free) == len(set(self.free))
@@ -141,7 +165,7 @@ class FakeVllm:
             self.hand_offs.scheduled(
                 name, new, start=start, num_tokens=num_tokens, anew=anew, pooled_tokens=pooled
             )
-            self.pool_pages.scheduled(name, new, start=start, num_tokens=num_tokens, anew=anew)
+            self.pool_pages.scheduled(name, new[0], start=start, num_tokens=num_tokens, anew=anew)
         self.pool_pages.before_step()
         return scheduled
 
@@ -164,26 +188,28 @@ class FakeVllm:
                 break
             if request.num_computed == 0:
                 hit = self._hit(request)
-                num_cached = len(hit) * self.block_tokens
-                elsewhere = self._elsewhere(request, num_cached, len(set(self.free) | set(hit)))
+                num_cached = len(hit[0]) * self.block_tokens
+                elsewhere = self._elsewhere(request, num_cached, self._num_free(request, hit))
                 if elsewhere is None:
                     continue
                 if elsewhere:
-                    if self._allocate(request, num_cached + elsewhere, hit) is None:
+                    if self._allocate(request, num_cached + elsewhere, hit, elsewhere) is None:
                         break
                     self._allocated(request)
                     request.status, request.num_computed = "REMOTE", num_cached + elsewhere
                     continue
             else:
-                hit, num_cached = [], request.num_computed
+                hit, num_cached = None, request.num_computed
             num_tokens = min(request.num_tokens - num_cached, budget)
-            if not self._fits(request, request.num_tokens, hit):
+            hit = None if request.tables else hit
+            if not self._fits(request, request.num_tokens, hit, num_cached, is_whole=True):
                 break  # not in chunks either: `scheduler_reserve_full_isl`
-            assert self._allocate(request, num_cached + num_tokens, hit) is not None
+            if self._allocate(request, num_cached + num_tokens, hit) is None:
+                break
             self._allocated(request)
             budget -= num_tokens
             request.num_computed, request.status = num_cached, "RUNNING"
-            request.fresh = (list(request.blocks), True)  # type: ignore[attr-defined]
+            request.fresh = ([list(table) for table in request.tables], True)  # type: ignore[attr-defined]
             self.waiting.remove(request)
             self.running.append(request)
             scheduled.append((request, num_tokens))
@@ -198,7 +224,7 @@ class FakeVllm:
         return tokens
 
     def _allocated(self, request: FakeRequest) -> None:
-        self.hand_offs.allocated(request.request_id, request.blocks)
+        self.hand_offs.allocated(request.request_id, request.tables)
         self.pool_pages.allocated(request.request_id, request.blocks)
 
     def _lose(self, blocks: set[int]) -> None:
@@ -213,42 +239,128 @@ class FakeVllm:
         """By which a full block of its text is found again."""
         return request.text, index
 
-    def _hit(self, request: FakeRequest) -> list[int]:
-        hit: list[int] = []
-        for index in range((request.num_prompt - 1) // self.block_tokens):
-            block = self.cached.get(self.block_name(request, index))
-            if block is None:
-                break
-            hit.append(block)
-        return hit
+    def _hit(self, request: FakeRequest) -> Tables:
+        """The longest run of leading blocks of which every group has what the next token attends to."""
+        end = (request.num_prompt - 1) // self.block_tokens
+        while not all(self._has(request, group, end) for group in range(len(self.windows))):
+            end -= 1
+        names = [self.block_name(request, index) for index in range(end)]
+        return [
+            [self.cached.get((group, name), NULL) for name in names]
+            for group in range(len(self.windows))
+        ]
 
-    def _wanted(self, request: FakeRequest, num_tokens: int, hit: list[int]) -> int:
-        return -(-num_tokens // self.block_tokens) - len(request.blocks) - len(hit)
+    def _has(self, request: FakeRequest, group: int, end: int) -> bool:
+        window = self.windows[group]
+        wanted = min(end, -(-(window - 1) // self.block_tokens)) if window else end
+        return all(
+            (group, self.block_name(request, index)) in self.cached
+            for index in range(end - wanted, end)
+        )
 
-    def _fits(self, request: FakeRequest, num_tokens: int, hit: list[int]) -> bool:
-        return self._wanted(request, num_tokens, hit) <= len(set(self.free) - set(hit))
+    def _num_free(self, request: FakeRequest, hit: Tables) -> int:
+        """As the connector counts: those that the request would share to its end are free to it."""
+        shared = {
+            block
+            for table, window in zip(hit, self.windows, strict=True)
+            for block in table[self._skipped(request.num_tokens, window) :]
+        }
+        return len({*self.free} | (shared - {NULL}))
+
+    def _skipped(self, num_computed: int, window: int) -> int:
+        """Leading blocks that have left a window, of which vLLM is told to keep one token more."""
+        return max(0, num_computed - window + 1 - 1) // self.block_tokens if window else 0
+
+    def _wanted(
+        self,
+        request: FakeRequest,
+        num_tokens: int,
+        hit: Tables | None,
+        computed: int,
+        *,
+        is_whole: bool,
+    ) -> int:
+        """Blocks that have to be taken anew."""
+        count = 0
+        for group, window in enumerate(self.windows):
+            required = -(-num_tokens // self.block_tokens)
+            if is_whole and window:
+                most = -(-(window + self.budget) // self.block_tokens) + 1
+                required = min(required, most)
+            if hit is None:
+                has = len(request.tables[group])
+            else:
+                has = max(self._skipped(computed, window), len(hit[group]))
+            count += max(0, required - has)
+        return count
+
+    def _fits(
+        self,
+        request: FakeRequest,
+        num_tokens: int,
+        hit: Tables | None,
+        computed: int,
+        *,
+        is_whole: bool = False,
+    ) -> bool:
+        wanted = self._wanted(request, num_tokens, hit, computed, is_whole=is_whole)
+        return wanted <= len({*self.free} - self._taken(hit, computed))
+
+    def _taken(self, hit: Tables | None, computed: int) -> set[int]:
+        """What a request takes from the cache."""
+        return {
+            block
+            for table, window in zip(hit or (), self.windows, strict=False)
+            for block in table[self._skipped(computed, window) :]
+        } - {NULL}
 
     def _allocate(
-        self, request: FakeRequest, num_tokens: int, hit: list[int] | None = None
-    ) -> list[int] | None:
-        hit = hit or []
-        if not self._fits(request, num_tokens, hit):
+        self,
+        request: FakeRequest,
+        num_tokens: int,
+        hit: Tables | None = None,
+        elsewhere: int = 0,
+    ) -> Tables | None:
+        """New blocks, group by group; a request without any takes `hit` first."""
+        if hit is None:
+            computed = request.num_computed
+            self._leave_windows(request, computed)
+        else:
+            computed = len(hit[0]) * self.block_tokens + elsewhere
+        if not self._fits(request, num_tokens, hit, computed):
             return None
-        wanted = self._wanted(request, num_tokens, hit)
-        for block in hit:
-            if block in self.free:
-                self.free.remove(block)
+        if hit is not None:
+            taken = self._taken(hit, computed)
+            self.free = [block for block in self.free if block not in taken]
+            request.tables = []
+            for table, window in zip(hit, self.windows, strict=True):
+                skipped = self._skipped(computed, window)
+                request.tables.append([NULL] * skipped + table[skipped:])
+            self.references.update(taken)
+        return [self._extend(table, num_tokens) for table in request.tables]
+
+    def _extend(self, table: list[int], num_tokens: int) -> list[int]:
+        wanted = max(0, -(-num_tokens // self.block_tokens) - len(table))
         new = [self.free.pop(0) for _ in range(wanted)]
         self.pool_pages.handed_out(new)
         for key in [key for key, block in self.cached.items() if block in new]:
             del self.cached[key]
-        self.references.update(hit + new)
-        request.blocks += hit + new
+        self.references.update(new)
+        table += new
         return new
+
+    def _leave_windows(self, request: FakeRequest, computed: int) -> None:
+        for table, window in zip(request.tables, self.windows, strict=False):
+            end = min(self._skipped(computed, window), len(table))
+            self._put_back([block for block in table[:end] if block != NULL])
+            table[:end] = [NULL] * end
 
     def _cache(self, request: FakeRequest) -> None:
         for index in range(min(request.num_computed, request.num_prompt) // self.block_tokens):
-            self.cached.setdefault(self.block_name(request, index), request.blocks[index])
+            for group, table in enumerate(request.tables):
+                if table[index] != NULL:
+                    name = group, self.block_name(request, index)
+                    self.cached.setdefault(name, table[index])
 
     def _preempt(self, request: FakeRequest) -> None:
         self.running.remove(request)
@@ -263,6 +375,7 @@ class FakeVllm:
         request.status = "FINISHED"
         self.ended.append(request)
         self.pool_pages.finished(request.request_id)
+        self._leave_windows(request, request.num_computed)
         kept = self.hand_offs.finished(request.request_id, complete=complete)
         if not (kept or delay):
             self._free(request)
@@ -272,8 +385,12 @@ class FakeVllm:
         del self.requests[request.request_id]
 
     def _give_back(self, request: FakeRequest) -> None:
-        for block in reversed(request.blocks):
+        for table in request.tables:
+            self._put_back([block for block in reversed(table) if block != NULL])
+        request.tables = []
+
+    def _put_back(self, blocks: list[int]) -> None:
+        for block in blocks:
             self.references[block] -= 1
             if not self.references[block]:
                 self.free.append(block)
-        request.blocks = []

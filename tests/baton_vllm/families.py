@@ -49,6 +49,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         _WINDOWS | {"query_pre_attn_scalar": 32, "tie_word_embeddings": False},
     ),
+    "gpt-oss": (
+        "GptOssConfig",
+        SMALL
+        | {
+            "num_hidden_layers": 5,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 64,
+            "pad_token_id": 0,
+            "rope_scaling": None,
+        },
+    ),
     "phi3": ("Phi3Config", _PLAIN_HEADS | {"pad_token_id": 0}),
     "olmo2": ("Olmo2Config", _PLAIN_HEADS),
     "starcoder2": ("Starcoder2Config", _PLAIN_HEADS | {"sliding_window": None}),

@@ -133,7 +133,6 @@ def alone(folder: Path, dtype: str) -> list[list[list[int]]]:
         kv_cache_memory_bytes=CACHE_BYTES,
         enable_prefix_caching=True,
         enforce_eager=True,
-        disable_hybrid_kv_cache_manager=True,
     )
     rounds = []
     for asked in prompts():

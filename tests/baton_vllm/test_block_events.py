@@ -1,6 +1,6 @@
 """vLLM's events under Baton's keys. The events are vLLM's in name and fields."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +90,33 @@ def test_what_stands_behind_an_unknown_block_is_not_told():
     names = BlockNames(SECRET, LAYOUT)
     names.add([BlockStored([11], 10, [3, 4]), BlockRemoved([11])])
     assert names.take() is None
+
+
+def test_blocks_behind_some_that_have_left_a_window_are_not_told():
+    """Hashes are then of the last blocks, and the salt of the first one is not there."""
+    names = BlockNames(SECRET, replace(LAYOUT, windows=(2,)))
+    stored = BlockStored([11], None, [1, 2, 3, 4], extra_keys=[None])
+    names.add([stored, BlockStored([12], 11, [5, 6]), BlockRemoved([11])])
+    assert names.take() is None
+
+
+def test_of_several_groups_the_first_that_attends_to_everything_is_followed():
+    layout = replace(LAYOUT, windows=(4, 0, 0))
+    names = BlockNames(SECRET, layout)
+    names.add(
+        [
+            BlockStored([20], None, [1, 2], group_idx=0),
+            BlockStored([20, 21], None, [1, 2, 3, 4], group_idx=1),
+            BlockStored([20, 21], None, [1, 2, 3, 4], group_idx=2),
+            BlockRemoved([20], group_idx=0),
+            BlockRemoved([21], group_idx=2),
+        ]
+    )
+    root = root_key(SECRET, scope="", layout=layout, adapter="")
+    changes = names.take()
+    assert changes is not None
+    assert changes.stored == tuple(chain_keys(SECRET, root, [1, 2, 3, 4], 2))
+    assert not changes.removed
 
 
 def test_a_flush_removes_all_last_block_first():

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from baton.errors import InvariantError
 from baton.ids import SeqId
+from baton.page_order import num_pages, pages_in_order
 from baton_engine.messages import PrefillStarted, Released, Reserved, SeqEvent
 from baton_engine.ports import LayerReady
 from baton_vllm.hand_offs import VllmHandOffs
-from tests.baton_vllm.fake_scheduler import FakeRequest, FakeVllm
+from tests.baton_vllm.fake_scheduler import NULL, NUM_LAYERS, FakeRequest, FakeVllm
 
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 17
@@ -21,10 +22,15 @@ PROMPT_TOKENS = 13
 class World:
     """A host over the table and the scheduler, and what is going on with its pages elsewhere."""
 
-    def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(self, num_blocks: int = NUM_BLOCKS, windows: Sequence[int] = ()) -> None:
         self.hand_offs = VllmHandOffs(sink=self)
+        self.num_blocks, self.windows = num_blocks, windows
         self.vllm = FakeVllm(
-            self.hand_offs, num_blocks=num_blocks, block_tokens=BLOCK_TOKENS, budget=6
+            self.hand_offs,
+            num_blocks=num_blocks,
+            block_tokens=BLOCK_TOKENS,
+            budget=6,
+            windows=windows,
         )
         self.events: list[SeqEvent] = []
         self.written: dict[SeqId, tuple[int, ...]] = {}
@@ -51,6 +57,14 @@ class World:
         self.vllm.add_request(FakeRequest(seq_id, text, num_tokens, max_tokens))
         return seq_id
 
+    def kept(self, seq_id: SeqId) -> list[int]:
+        """vLLM's blocks of a prompt, in the order in which they are handed off."""
+        num_tokens = self.lengths[seq_id]
+        end = -(-num_tokens // BLOCK_TOKENS)
+        order = pages_in_order(num_tokens, BLOCK_TOKENS, self.windows, start=0, end=end)
+        tables = self.vllm.requests[seq_id].tables
+        return [tables[group][block] for block, group in order]
+
     def start(self, seq_id: SeqId, *, goes_on: bool = True) -> None:
         if seq_id not in self.written:
             return
@@ -71,8 +85,13 @@ class World:
         self.vllm.step()
         self._take(self.hand_offs.take_events())
         for seq_id, blocks in self.written.items():
-            assert self.vllm.requests[seq_id].blocks[-len(blocks) :] == list(blocks)
+            kept = self.kept(seq_id)
+            assert kept[len(kept) - len(blocks) :] == list(blocks)
             assert all(self.vllm.references[block] == 1 for block in blocks)
+        for (seq_id, _), told in self.pages.items():
+            request = self.vllm.requests.get(seq_id)
+            if request is not None and request.status == "FINISHED" and request.num_output:
+                assert told == dict(enumerate(self.kept(seq_id)))
 
     def _take(self, events: Sequence[SeqEvent]) -> None:
         for event in events:
@@ -84,10 +103,11 @@ class World:
                     assert event.seq_id not in self.vllm.requests
                     assert event.seq_id not in self.written
                 case PrefillStarted():
-                    assert event.num_blocks == -(-self.lengths[event.seq_id] // BLOCK_TOKENS)
+                    num_tokens = self.lengths[event.seq_id]
+                    assert event.num_blocks == num_pages(num_tokens, BLOCK_TOKENS, self.windows)
 
     def is_full(self) -> bool:
-        return len(self.vllm.free) == NUM_BLOCKS - 1
+        return len(self.vllm.free) == self.num_blocks - 1
 
     def of(self, kind: type[SeqEvent]) -> list[SeqEvent]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -212,6 +232,82 @@ def test_a_start_without_a_reservation_or_of_one_that_is_gone_is_a_broken_invari
         world.hand_offs.prefill(seq_id, 3)
 
 
+def test_of_a_group_with_a_window_only_what_the_prompts_end_attends_to_is_kept_and_told():
+    world = World(windows=(0, 5))
+    seq_id = world.submit("prefill", 0, PROMPT_TOKENS)
+
+    steps(world)
+
+    full, windowed = world.vllm.requests[seq_id].tables
+    assert [block == NULL for block in windowed] == [True, True, False, False]
+    pages = [full[0], full[1], full[2], windowed[2], full[3], windowed[3]]
+    told = dict(enumerate(pages))
+    assert world.pages == {(seq_id, layer): told for layer in range(NUM_LAYERS)}
+
+
+def test_a_layer_is_told_once_all_groups_have_computed_theirs(monkeypatch: pytest.MonkeyPatch):
+    world = World(windows=(0, 5, 0))
+    world.submit("prefill", 0, 4)
+    told: list[int] = []
+
+    def scheduled(_: object) -> None:
+        for layer, of_groups in ((1, 2), (0, 3), (1, 1)):
+            for _ in range(of_groups):
+                world.hand_offs.layer_computed(layer)
+            told.append(len(world.pages))
+
+    monkeypatch.setattr(world.vllm, "scheduled", scheduled)
+    world.vllm.step()
+    assert told == [0, 1, 2]
+
+
+def test_a_received_prompt_has_no_blocks_that_have_left_a_window_and_holds_what_all_groups_have():
+    world = World(num_blocks=40, windows=(0, 5))
+    world.submit("generate", 0, 17)
+    steps(world)
+
+    seq_id = world.submit("receive", 0, 18)
+    world.step()
+
+    (reserved,) = world.of(Reserved)
+    assert isinstance(reserved, Reserved)
+    assert (len(reserved.blocks), reserved.held_blocks) == (5 + 2, 4 + 1)
+    assert list(reserved.blocks) == world.kept(seq_id)
+    assert NULL not in reserved.blocks
+
+
+WINDOWS = st.sampled_from([(), (4,), (1, 0), (0, 5), (6, 0, 3), (0, 0, 9)])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    WINDOWS,
+    st.lists(st.tuples(st.sampled_from(["prefill", "receive"]), st.integers(1, 40)), max_size=12),
+    st.randoms(use_true_random=False),
+)
+def test_prompts_that_are_handed_off_go_through_whatever_their_windows_and_none_is_preempted(
+    windows, prompts, random
+):
+    """All fit by themselves. One that is begun needs nobody else's blocks to come to its end."""
+    world = World(num_blocks=34, windows=windows)
+    open_ones = [world.submit(kind, text, size) for text, (kind, size) in enumerate(prompts)]
+    while open_ones:
+        steps(world, 40)
+        waits = [seq_id for seq_id in open_ones if seq_id in world.written]
+        kept = [seq_id for seq_id in open_ones if (seq_id, 0) in world.pages]
+        assert waits or kept, "nothing goes on though nothing else is left"
+        seq_id = random.choice(waits + kept)
+        world.start(seq_id)
+        steps(world, 8)
+        world.end(seq_id)
+        open_ones.remove(seq_id)
+    world.step()
+
+    started = [event.seq_id for event in world.of(PrefillStarted)]
+    assert len(started) == len(set(started)) == sum(kind == "prefill" for kind, _ in prompts)
+    assert world.is_full()
+
+
 KINDS = st.sampled_from(["prefill", "receive", "generate"])
 ACTIONS = st.one_of(
     st.tuples(KINDS, st.integers(0, 2), st.integers(1, 40), st.integers(1, 9)),
@@ -222,9 +318,11 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(ACTIONS, max_size=60))
-def test_whatever_ends_in_whatever_order_every_block_comes_back_and_none_too_early(actions):
-    world = World()
+@given(WINDOWS, st.lists(ACTIONS, max_size=60))
+def test_whatever_ends_in_whatever_order_every_block_comes_back_and_none_too_early(
+    windows, actions
+):
+    world = World(windows=windows)
     for action in actions:
         seqs = list(world.kinds)
         match action:

@@ -45,7 +45,13 @@ def of_vllm(block_tokens: int = 32, **facts: str) -> KvLayout:
         cache = torch.zeros(size, dtype=torch.int8)
     views = cache.view(torch.float32).view(LAYERS, PAGES, HEADS, block_tokens, 2 * HEAD_DIM)
     names = [f"model.layers.{index}" for index in range(LAYERS)]
-    arena.register(dict(zip(names, views, strict=True)), block_tokens, FACTS | facts)
+    arena.register(
+        dict(zip(names, views, strict=True)),
+        [names],
+        block_tokens=block_tokens,
+        windows=(),
+        facts=FACTS | facts,
+    )
     return arena.layout
 
 
@@ -144,6 +150,7 @@ def test_two_vllms_that_mean_other_bytes_refuse_each_other_and_both_are_named(fa
         ("block_tokens", {"block_tokens": 16}),
         ("dtype", {"dtype": "bfloat16"}),
         ("total_kv_heads", {"num_kv_heads": 4}),
+        ("windows", {"windows": (0, 64)}),
     ],
 )
 def test_pages_of_another_shape_are_refused_by_field(field, other):

@@ -32,7 +32,7 @@ def test_a_setting_of_vllms_is_taken_by_its_own_name():
         ("_api_process_count", "no such setting"),
         ("model", "is given by model.model"),
         ("kv_transfer_config", "is decided by Baton"),
-        ("disable_hybrid_kv_cache_manager", "is decided by Baton: all layers are held as if"),
+        ("disable_hybrid_kv_cache_manager", "is decided by Baton: windows are kept"),
         ("tensor_parallel_size", "not supported with Baton yet"),
     ],
 )

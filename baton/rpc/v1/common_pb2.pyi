@@ -101,6 +101,7 @@ class KvLayout(_message.Message):
     TP_RANK_FIELD_NUMBER: _builtins.int
     KV_HEAD_REPLICAS_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    WINDOWS_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     dtype: _builtins.str
     block_tokens: _builtins.int
@@ -115,6 +116,10 @@ class KvLayout(_message.Message):
     """fingerprint of a draft model whose KV is in further layers"""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def windows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each group's window, 0 for none, where groups of layers have pages of their own; else empty."""
+
     def __init__(
         self,
         *,
@@ -128,10 +133,11 @@ class KvLayout(_message.Message):
         tp_rank: _builtins.int = ...,
         kv_head_replicas: _builtins.int = ...,
         drafter: _builtins.str = ...,
+        windows: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "drafter", b"drafter", "dtype", b"dtype", "head_dim", b"head_dim", "kv_head_replicas", b"kv_head_replicas", "layers", b"layers", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "drafter", b"drafter", "dtype", b"dtype", "head_dim", b"head_dim", "kv_head_replicas", b"kv_head_replicas", "layers", b"layers", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

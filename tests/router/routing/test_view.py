@@ -24,6 +24,18 @@ def test_workers_with_equal_layouts_form_a_group(view):
     assert a.layout_group != c.layout_group
 
 
+def test_of_groups_of_layers_those_without_a_window_say_how_many_tokens_fit(view):
+    plain = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    grouped = view.join(hello("b", Role.DECODE, layout=layout(windows=(0, 64, 0))), "unix:b", 0.0)
+    for worker in (plain, grouped):
+        worker.report(WorkerLoad(blocks_used=4), 1.0)
+
+    size = plain.hello.layout.block_tokens
+    assert grouped.capacity_tokens == plain.hello.num_blocks // 2 * size
+    assert grouped.kv_token_bytes == 2 * plain.kv_token_bytes
+    assert (plain.used_tokens, grouped.used_tokens) == (4 * size, 2 * size)
+
+
 def test_two_workers_cannot_have_one_name(view):
     view.join(hello("a", Role.DECODE), "unix:a", 0.0)
     with pytest.raises(IncompatibleError, match="unix:a has this name"):
