@@ -137,7 +137,7 @@ async def run_worker(child: Child) -> None:
         gpu_sharers=worker.gpu_sharers,
     )
     counted = _counted(built.grammar_counts, built.speculation_counts)
-    await _serve_engine(child, built, memory, sink, built.page_kernels, counted)
+    await _serve_engine(child, built, [memory], sink, built.page_kernels, counted)
 
 
 def _counted(
@@ -155,21 +155,24 @@ def _counted(
 async def _run_vllm(child: Child) -> None:
     """vLLM's core instead of Baton's engine."""
     from baton_vllm.build import build_vllm_engine
+    from baton_vllm.settings import num_ranks
     from prefill_worker.sink import TransferSink
 
-    config, memory, sink = child.assignment.config, WorkerMemory(), TransferSink()
+    config, sink = child.assignment.config, TransferSink()
+    memories = [WorkerMemory() for _ in range(num_ranks(config.engine))]
     built = await call_in_thread(
         build_vllm_engine,
         config.model,
         config.engine,
         role=_worker_of(child).role,
         secret=bytes.fromhex(config.cluster.secret),
-        memory=memory,
+        memory=memories[0],
         sink=sink,
         progress=child.progress,
         grammar=config.grammar,
+        rank_memories=memories if len(memories) > 1 else (),
     )
-    await _serve_engine(child, built, memory, sink, None, _counted(built.grammar_counts))
+    await _serve_engine(child, built, memories, sink, None, _counted(built.grammar_counts))
 
 
 async def run_simulated(child: Child) -> None:
@@ -186,7 +189,7 @@ async def run_simulated(child: Child) -> None:
         memory=memory,
         sink=sink,
     )
-    await _serve_engine(child, built, memory, sink, None)
+    await _serve_engine(child, built, [memory], sink, None)
 
 
 async def _serve_engine(

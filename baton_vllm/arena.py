@@ -95,7 +95,7 @@ class VllmArena(TorchFunctionMode):
                 f"KV pages of shape {list(shape)} and {dtype} cannot be handed off between vLLM workers (blocks of {block_tokens} tokens)"
             )
         layout = KvLayout(
-            model_fingerprint=" ".join(f"{name}={value}" for name, value in facts.items()),
+            model_fingerprint=fingerprint_of(facts),
             dtype=dtype,
             block_tokens=block_tokens,
             num_kv_heads=shape[1],
@@ -127,6 +127,11 @@ class VllmArena(TorchFunctionMode):
         return self._layout
 
     @property
+    def num_pages(self) -> int:
+        """All of them."""
+        return self._pages
+
+    @property
     def num_blocks(self) -> int:
         """Pages before the spare one, the first of which is vLLM's null block."""
         return self._pages - SPARE_BLOCKS
@@ -134,6 +139,11 @@ class VllmArena(TorchFunctionMode):
     def layer_index(self, name: str) -> int:
         """Index into `KvLayout.layers` of one of vLLM's layers."""
         return self._layer_index[name]
+
+
+def fingerprint_of(facts: Mapping[str, str]) -> str:
+    """What else than its shape decides the bytes of a page, as a layout names it."""
+    return " ".join(f"{name}={value}" for name, value in facts.items())
 
 
 def _own_layers(views: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
