@@ -28,6 +28,7 @@ from baton.layout import SPARE_BLOCKS
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import WorkerHello
 from baton.rpc.identity import PeerRole
+from baton.telemetry.logs import get_logger
 from baton.telemetry.otel import open_tracer
 from baton.telemetry.tracing import Tracer
 from baton.version import version
@@ -40,6 +41,12 @@ from baton_cluster.launch.standby import STANDBY
 from baton_cluster.launch.worker_counts import LauncherCounts
 from baton_worker.metrics import GrammarMetrics, SpeculationMetrics, WorkerMetrics
 from baton_worker.server import WorkerServer
+from kv_transfer.backends.ranked import (
+    joined_receivers,
+    joined_senders,
+    rank_layouts,
+    ranked_hashing,
+)
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.memory.arena import WorkerMemory
 from kv_transfer.memory.listening import Listening
@@ -56,6 +63,8 @@ if TYPE_CHECKING:
     from baton_vllm.build import BuiltVllm
     from baton_worker.service import WorkerService
     from prefill_worker.sink import TransferSink
+
+_log = get_logger(__name__)
 
 
 async def run_router(child: Child) -> None:
@@ -195,12 +204,14 @@ async def run_simulated(child: Child) -> None:
 async def _serve_engine(
     child: Child,
     built: "BuiltEngine | SimulatedEngine | BuiltVllm",
-    memory: WorkerMemory,
+    memories: Sequence[WorkerMemory],
     sink: "TransferSink",
     kernels: "PageKernels | None",
     counted: Sequence[Collector] = (),
 ) -> None:
-    """Serves an engine until the child is to stop. `kernels` move its pages where they lie on a GPU."""
+    """Serves an engine until the child is to stop. Its pages lie in `memories`, one for each rank;
+    `kernels` move them where they lie on a GPU.
+    """
     from baton_vllm.build import BuiltVllm
 
     config, worker = child.assignment.config, _worker_of(child)
@@ -216,17 +227,17 @@ async def _serve_engine(
         from baton_vllm.metrics import OwnMetrics
 
         metrics.registry.register(OwnMetrics({each.name for each in metrics.registry.collect()}))
-    pool = (
-        join_pool(child.assignment, built.host, hello, memory, metrics, credentials)
-        if hands_off
-        else None
-    )
+    pool: WorkerPool | None = None
+    if hands_off and len(memories) == 1:
+        pool = join_pool(child.assignment, built.host, hello, memories[0], metrics, credentials)
+    elif hands_off and config.pool.enabled and child.assignment.part.pool_address:
+        _log.warning("this worker has no part in the pool: its pages lie on several ranks")
     parts = _Parts(
         config=config,
         worker=worker,
         hello=hello,
         engine=built.host if pool is None else pool.engine,
-        memory=memory,
+        memories=memories,
         kernels=kernels,
         office=TicketOffice(bytes.fromhex(config.cluster.secret)),
         credentials=credentials,
@@ -274,7 +285,7 @@ class _Parts:
     worker: WorkerConfig
     hello: WorkerHello
     engine: "EnginePort"
-    memory: WorkerMemory
+    memories: Sequence[WorkerMemory]
     kernels: "PageKernels | None"
     office: TicketOffice
     credentials: ClusterCredentials
@@ -301,8 +312,14 @@ class _Parts:
 
     def hashes(self) -> Hashing:
         """How its pages are hashed."""
+        if len(self.memories) > 1:
+            return ranked_hashing(
+                [memory.span.host_view for memory in self.memories],
+                rank_layouts(self.hello.layout, len(self.memories)),
+                num_blocks=self.region_blocks,
+            )
         return ways_to_hash(
-            self.memory.span,
+            self.memories[0].span,
             self.hello.layout,
             num_blocks=self.region_blocks,
             kernel=self.kernels.sums if self.kernels is not None else None,
@@ -352,13 +369,18 @@ def _service(parts: _Parts) -> "WorkerService":
         here=here,
         legs=legs,
         sink=parts.sink,
-        senders=open_senders(
-            backends,
-            parts.memory.place,
-            num_blocks=parts.region_blocks,
-            secret=parts.secret,
-            listening=parts.listening,
-            movers=parts.kernels.movers if parts.kernels is not None else None,
+        senders=joined_senders(
+            [
+                open_senders(
+                    backends,
+                    memory.place,
+                    num_blocks=parts.region_blocks,
+                    secret=parts.secret,
+                    listening=parts.listening,
+                    movers=parts.kernels.movers if parts.kernels is not None else None,
+                )
+                for memory in parts.memories
+            ]
         ),
         hashes=hashes,
         spare=BlockId(hello.num_blocks),
@@ -371,17 +393,24 @@ def _service(parts: _Parts) -> "WorkerService":
         here=here,
         legs=legs,
         num_blocks=hello.num_blocks,
-        receivers=open_receivers(
-            needed(backends, parts.worker.address, parts.memory.place),
-            parts.memory.place,
-            server_address=partial(_server_address, parts),
-            layout=hello.layout,
-            num_blocks=parts.region_blocks,
-            admission=RegionAccess(
-                secret=parts.secret,
-                listening=parts.listening,
-                refused=lambda reason: parts.metrics.connection_refused(reason.value),
-            ),
+        receivers=joined_receivers(
+            [
+                open_receivers(
+                    needed(backends, parts.worker.address, memory.place),
+                    memory.place,
+                    server_address=partial(_server_address, parts, layout.tp_rank),
+                    layout=layout,
+                    num_blocks=parts.region_blocks,
+                    admission=RegionAccess(
+                        secret=parts.secret,
+                        listening=parts.listening,
+                        refused=lambda reason: parts.metrics.connection_refused(reason.value),
+                    ),
+                )
+                for memory, layout in zip(
+                    parts.memories, rank_layouts(hello.layout, len(parts.memories)), strict=True
+                )
+            ]
         ),
         hashes=hashes,
         transfer=parts.config.transfer,
@@ -420,10 +449,11 @@ def _service_alone(parts: _Parts) -> "WorkerService":
     )
 
 
-def _server_address(parts: _Parts, backend: str) -> str:
-    """Where peers attach to the arena: by a Unix socket, or beside the worker's own port."""
+def _server_address(parts: _Parts, rank: int, backend: str) -> str:
+    """Where peers attach to a rank's arena: by a Unix socket, or beside the worker's own port."""
     if parts.worker.address.startswith("unix:") or backend in ("shm", "cuda_ipc"):
-        path = kv_socket(Path(parts.config.cluster.runtime_dir), parts.worker.worker_id)
+        name = parts.worker.worker_id if rank == 0 else f"{parts.worker.worker_id}-rank-{rank}"
+        path = kv_socket(Path(parts.config.cluster.runtime_dir), name)
         return f"unix:{path}"
     host = parts.worker.address.rpartition(":")[0]
     return f"{host}:0"

@@ -226,9 +226,7 @@ def _open(
         current_platform.get_punica_wrapper = lambda: _PUNICA_WRAPPER
         if shared.ranks is None:
             settings = CONNECTOR_CONFIG
-            objects = connector_objects(
-                shared.hand_offs, shared.pool_pages, shared.arena, adapters
-            )
+            objects = connector_objects(shared.hand_offs, shared.pool_pages, shared.arena, adapters)
         else:
             from baton_vllm.rank_connector import RANK_CONNECTOR_CONFIG, rank_objects
 
@@ -276,7 +274,9 @@ def _no_ranks(why: str) -> ConfigError:
 
 def _set_up_ranks(ranks: int) -> None:
     """For the processes that vLLM starts: they inherit it."""
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads: no fork of it is sound
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = (
+        "spawn"  # this process has threads: no fork of it is sound
+    )
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
     os.environ["OMP_NUM_THREADS"] = str(max(1, threads // ranks))
 

@@ -100,7 +100,9 @@ class WorkerRanks:
         """
         ranks = len(self._sockets)
         with self._told:
-            if not self._told.wait_for(lambda: len(self._layouts) == ranks or self._misfit, timeout_s):
+            if not self._told.wait_for(
+                lambda: len(self._layouts) == ranks or self._misfit, timeout_s
+            ):
                 raise InvariantError("a rank did not tell how its KV cache lies")
             if self._misfit is not None:
                 raise ConfigError(self._misfit)
