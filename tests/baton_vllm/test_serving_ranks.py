@@ -4,11 +4,12 @@ answers by itself, and when a rank dies its worker comes back.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import httpx
@@ -16,7 +17,6 @@ import psutil
 import pytest
 
 from baton_vllm.settings import missing
-from tests.baton_cluster.cli.test_run_role import SECRET, _free_ports
 from tests.baton_engine.tiny_models import make_model
 from tests.baton_vllm.engine_run import prompt_tokens
 from tests.baton_vllm.test_serving_pairs import (
@@ -39,6 +39,7 @@ pytestmark = [
 ]
 
 RANKS = SETTINGS.replace("  vllm:\n", "  vllm:\n    tensor_parallel_size: 2\n")
+SECRET = "5e" * 32
 NAMED = ("--served-model-name", "tiny", "--block-size", "32")
 
 
@@ -83,12 +84,21 @@ def test_a_pair_of_two_ranks_each_draws_the_tokens_of_vllm_alone(
     assert workers["prefill"]["prefix_hit_tokens"] > 0
 
 
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as opened:
+        listeners = [
+            opened.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
+            for _ in range(count)
+        ]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
 class Cluster:
     """A router, a prefill and a decode worker that were started one by one, each with settings of its own."""
 
     def __init__(self, model: Path, directory: Path) -> None:
         self._directory = directory
-        prefill, decode, http = _free_ports(3)
+        prefill, decode, http = free_ports(3)
         self._ports = {"prefill": prefill, "decode": decode}
         self.url = f"http://127.0.0.1:{http}"
         self._flags = (str(model), *FLAGS, *NAMED)
