@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from baton.config.schema import EngineConfig, GrammarConfig, ModelConfig
@@ -263,8 +264,17 @@ def _open(
             raise
         raise ModelLoadError(f"vLLM cannot serve {model.model}: {_words(error)}") from error
     if shared.ranks is not None:
-        shared.ranks.spawned()
+        shared.ranks.spawned(partial(_end_ranks, core.model_executor))
     return core, vllm_config
+
+
+def _end_ranks(executor: Any) -> None:
+    """A rank has ended. Unless vLLM ends all of them, the others wait for it in the middle of a layer, where they hear no
+    signal, and vLLM waits ten seconds for them.
+    """
+    if executor.is_failed or not getattr(executor, "shutting_down", False):
+        for rank in executor.workers:
+            rank.proc.kill()
 
 
 def _no_ranks(why: str) -> ConfigError:

@@ -12,7 +12,7 @@ slice of every page, in memory that the worker made for it: whoever sends or rec
 
 There is one socket per rank, made before vLLM spawns the ranks, and handed to them as multiprocessing hands sockets to
 what it spawns: with the connector's configuration. Nothing of it has a name, so that nothing is left of it whatever is
-killed; when a rank's process ends the executor says so, not the socket.
+killed; and when a rank's process ends, its socket does.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ import os
 import selectors
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -75,6 +75,7 @@ class WorkerRanks:
         self._steps: dict[int, _Step] = {}
         self._number = 0
         self._is_open = False
+        self._lost: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._listen, name="rank-news", daemon=True)
         self._thread.start()
 
@@ -82,8 +83,13 @@ class WorkerRanks:
         """Into a rank's process go the ranks' ends alone; each takes its own there."""
         return RankEnds, (tuple(self._ends),)
 
-    def spawned(self) -> None:
-        """The ranks' processes have their ends: this one's copies would keep the sockets open when they have died."""
+    def spawned(self, lost: Callable[[], None]) -> None:
+        """The ranks' processes have their ends: this one's copies would keep the sockets open when they have died.
+
+        Args:
+            lost: Called when one has ended, on a thread of its own.
+        """
+        self._lost = lost
         for end in self._ends:
             end.close()
 
@@ -171,6 +177,7 @@ class WorkerRanks:
                     else:
                         selector.unregister(own)
                         own.close()
+                        self._lost()
 
     def _hear(self, rank: int, own: socket.socket, told: list[Any]) -> None:
         match told:

@@ -57,7 +57,8 @@ class Rig:
         for rank in (0, 1):
             own = [end.dup() for end in ends]
             self.links.append(RankEnds(own).take(rank))
-        self.ranks.spawned()
+        self.lost = threading.Event()
+        self.ranks.spawned(self.lost.set)
 
     def tell_pages(self, *layouts: KvLayout) -> None:
         for link, layout in zip(self.links, layouts, strict=True):
@@ -95,6 +96,12 @@ def test_a_ranks_cache_lies_in_the_workers_memory(rig: Rig) -> None:
 def test_a_rank_is_told_why_there_is_no_memory(rig: Rig) -> None:
     with pytest.raises(OutOfMemoryError, match="were asked for"):
         rig.links[1].allocate(1 << 60)
+
+
+def test_a_rank_that_ends_is_told_of(rig: Rig) -> None:
+    assert not rig.lost.is_set()
+    rig.links[0]._end.close()
+    assert rig.lost.wait(TIMEOUT_S)
 
 
 def test_whole_pages_are_the_slices_of_all_ranks(rig: Rig) -> None:
