@@ -22,6 +22,7 @@ import os
 import selectors
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -40,10 +41,10 @@ _GIVEN = b"given"
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """Pages that a step completes, and how many ranks have computed each layer of it."""
+    """Pages that a step completes, and which ranks have computed each layer of it."""
 
     exports: Sequence[PageExport]
-    computed: dict[int, int] = field(default_factory=dict)
+    computed: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
 
 
 class WorkerRanks:
@@ -182,7 +183,7 @@ class WorkerRanks:
     def _hear(self, rank: int, own: socket.socket, told: list[Any]) -> None:
         match told:
             case ["layer", int(step), int(layer_index)]:
-                self._computed(step, layer_index)
+                self._computed(rank, step, layer_index)
             case ["allocate", int(size_bytes)]:
                 self._allocate(rank, own, size_bytes)
             case ["pages", int(num_pages), dict(fields)]:
@@ -204,15 +205,17 @@ class WorkerRanks:
         else:
             socket.send_fds(own, [_GIVEN], [fd])
 
-    def _computed(self, number: int, layer_index: int) -> None:
+    def _computed(self, rank: int, number: int, layer_index: int) -> None:
         """Ranks go on from layer to layer together, so that waiting for the last one delays nothing."""
         with self._told:
-            step = self._steps[number]
-            step.computed[layer_index] = step.computed.get(layer_index, 0) + 1
-            if step.computed[layer_index] < len(self._sockets):
+            step = self._steps.get(number)
+            if step is None or rank in step.computed[layer_index]:
+                return  # a layer that shares another one's cache, and says so again
+            step.computed[layer_index].add(rank)
+            if len(step.computed[layer_index]) < len(self._sockets):
                 return
-            layers = len(next(iter(self._layouts.values())).layers)
-            if sum(step.computed.values()) == layers * len(self._sockets):
+            layers = self._layouts[rank].layers
+            if sum(map(len, step.computed.values())) == len(layers) * len(self._sockets):
                 del self._steps[number]
         self._sink.save_kv_layer(LayerReady(layer_index=layer_index, exports=step.exports))
 
