@@ -53,7 +53,6 @@ class BuiltVllm:
             and never granted.
         hands_off: Whether its pages can be handed to another worker, and another's to it;
             and whether a pool can hold them, if they are of one rank.
-        rank_layouts: Of the slices of them that the ranks have, where there are several.
         grammar_counts: What its grammars cost; None where they are refused.
     """
 
@@ -62,7 +61,6 @@ class BuiltVllm:
     limits: EngineLimits
     num_blocks: int
     hands_off: bool
-    rank_layouts: tuple[KvLayout, ...]
     grammar_counts: GrammarCounts | None
 
 
@@ -181,7 +179,6 @@ def build_vllm_engine(
         limits=limits,
         num_blocks=num_blocks,
         hands_off=hands_off,
-        rank_layouts=tuple(rank_layouts),
         grammar_counts=None if grammars is None else grammars.counts,
     )
 
