@@ -121,6 +121,7 @@ def build_vllm_engine(
             arena.misfit = error
     if arena.misfit is not None:
         if role is not Role.HYBRID:
+            core.shutdown()  # ranks are processes
             raise arena.misfit
         logger.warning("this worker hands nothing off, and has no part in a pool: %s", arena.misfit)
     if rank_layouts:
