@@ -364,6 +364,7 @@ def _service(parts: _Parts) -> "WorkerService":
         layout=hello.layout,
         office=parts.office,
         credentials=parts.credentials,
+        ranks=len(parts.memories),
     )
     sender = PageSender(
         here=here,

@@ -10,30 +10,23 @@ whole pages, as if it had one rank; only here, where bytes move, there is a back
                          ┌──▶ 2         for each pair of ranks that share heads
     rank 1, heads 2 3 ───┴──▶ 3
 
-The receiver's handle has one of the backend's handles for each rank, and the ticket is bound to all of them. A worker
-with one rank gives the backend's own handle, and reads both kinds.
+Which handles such a worker gives, and reads, stands in `kv_transfer/handles.py`; a ticket is bound to all of them.
 """
 
-import struct
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from baton.errors import TransferError, UnreachableError
+from baton.errors import TransferError
 from baton.ids import BlockId
 from baton.layout import KvLayout
 from baton.pages import PageWrite
+from kv_transfer.handles import MAX_RANKS, Countdown, join_handles, split_handle
 from kv_transfer.heads import plan_sender
 from kv_transfer.memory.page_hash import Checksum, Hashes, Hashing, hash_rows
 from kv_transfer.memory.pages import layer_pages
 from kv_transfer.ports import Done, KvReceiver, KvSender, KvWriter, Lease, RegionHandle
-
-_MAGIC = b"BRNK\x01"
-_COUNT = struct.Struct("<H")
-_LENGTH = struct.Struct("<I")
-_MAX_RANKS = 64
 
 
 def rank_layouts(whole: KvLayout, ranks: int) -> list[KvLayout]:
@@ -42,7 +35,7 @@ def rank_layouts(whole: KvLayout, ranks: int) -> list[KvLayout]:
     Raises:
         TransferError: The heads cannot be shared out evenly.
     """
-    if not 1 <= ranks <= _MAX_RANKS or whole.num_kv_heads % ranks:
+    if not 1 <= ranks <= MAX_RANKS or whole.num_kv_heads % ranks:
         raise TransferError(f"{whole.num_kv_heads} heads cannot be shared out to {ranks} ranks")
     rank = replace(whole, num_kv_heads=whole.num_kv_heads // ranks, tp_size=ranks)
     return [replace(rank, tp_rank=number) for number in range(ranks)]
@@ -60,13 +53,13 @@ class RankedReceiver:
 
     def handle(self) -> RegionHandle:
         """See `KvReceiver`."""
-        return _joined([receiver.handle() for receiver in self._receivers])
+        return join_handles([receiver.handle() for receiver in self._receivers])
 
     def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
         """See `KvReceiver`: `gone` once the peer can write to no rank any more."""
-        countdown = _Countdown(len(self._receivers), lambda _: gone())
-        for receiver, part in zip(self._receivers, _parts(handle), strict=True):
-            receiver.revoke(part, lambda: countdown.done(None))
+        countdown = Countdown(len(self._receivers), lambda _: gone())
+        for receiver, part in zip(self._receivers, split_handle(handle), strict=True):
+            receiver.revoke(part, countdown.done_well)
 
     def close(self) -> None:
         """See `KvReceiver`."""
@@ -92,14 +85,17 @@ class RankedSender:
         lease: Lease | None = None,
     ) -> KvWriter:
         """See `KvSender`: both layouts are of whole pages."""
-        parts, there = _parts(handle), layout if peer is None else peer
-        if len(parts) == len(self._senders) == 1:
-            return self._senders[0].connect(parts[0], layout, peer, lease)
+        given = [handle] if len(self._senders) == 1 else split_handle(handle)
+        if len(given) != len(self._senders):
+            raise TransferError(f"the peer lets {len(given)} of {len(self._senders)} ranks in")
+        regions = [split_handle(each) for each in given]
+        if len(given) == len(regions[0]) == 1:
+            return self._senders[0].connect(handle, layout, peer, lease)
         sources = rank_layouts(layout, len(self._senders))
-        targets = rank_layouts(there, len(parts))
+        targets = rank_layouts(layout if peer is None else peer, len(regions[0]))
         writers: list[KvWriter] = []
         try:
-            for sender, source in zip(self._senders, sources, strict=True):
+            for sender, source, parts in zip(self._senders, sources, regions, strict=True):
                 shared = sorted({part.target_rank for part in plan_sender(source, targets[0])})
                 for rank in shared:
                     writer = sender.connect(parts[rank], source, targets[rank], lease)
@@ -119,7 +115,7 @@ class RankedWriter:
 
     def push(self, write: PageWrite, done: Done) -> None:
         """See `KvWriter`: `done` once every rank's slice has landed, or cannot land and no other is on its way."""
-        countdown = _Countdown(len(self._writers), done)
+        countdown = Countdown(len(self._writers), done)
         for writer in self._writers:
             writer.push(write, countdown.done)
 
@@ -182,54 +178,3 @@ def joined_receivers(ranks: Sequence[Mapping[str, KvReceiver]]) -> Mapping[str, 
     if len(ranks) == 1:
         return ranks[0]
     return {name: RankedReceiver([rank[name] for rank in ranks]) for name in ranks[0]}
-
-
-class _Countdown:
-    """Answers once, when all have answered: with a fault if there was one, the one that ends the connection first."""
-
-    def __init__(self, count: int, done: Done) -> None:
-        self._left = count
-        self._done = done
-        self._error: TransferError | None = None
-        self._lock = threading.Lock()
-
-    def done(self, error: TransferError | None) -> None:
-        """One has answered. From any thread."""
-        with self._lock:
-            if self._error is None or isinstance(error, UnreachableError):
-                self._error = error or self._error
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._done(self._error)
-
-
-def _joined(handles: Sequence[RegionHandle]) -> RegionHandle:
-    packed = [_MAGIC, _COUNT.pack(len(handles))]
-    for handle in handles:
-        packed += [_LENGTH.pack(len(handle.opaque)), handle.opaque]
-    return replace(handles[0], opaque=b"".join(packed))
-
-
-def _parts(handle: RegionHandle) -> list[RegionHandle]:
-    """The handles of a worker's ranks; a worker with one gives no others.
-
-    Raises:
-        TransferError: It is cut off, or names more ranks than there can be.
-    """
-    opaque, at = handle.opaque, len(_MAGIC) + _COUNT.size
-    if not opaque.startswith(_MAGIC):
-        return [handle]
-    try:
-        (ranks,) = _COUNT.unpack_from(opaque, len(_MAGIC))
-        parts: list[RegionHandle] = []
-        for _ in range(min(ranks, _MAX_RANKS)):
-            (length,) = _LENGTH.unpack_from(opaque, at)
-            at += _LENGTH.size
-            parts.append(replace(handle, opaque=opaque[at : at + length]))
-            at += length
-    except struct.error as error:
-        raise TransferError("the handle of a worker with several ranks is cut off") from error
-    if not parts or len(parts) != ranks or at != len(opaque):
-        raise TransferError(f"a handle of {len(opaque)} bytes is none of {ranks} ranks")
-    return parts

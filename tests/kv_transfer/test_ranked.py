@@ -25,6 +25,7 @@ from kv_transfer.backends.ranked import (
     ranked_hashing,
 )
 from kv_transfer.backends.shm import ShmReceiver, ShmSender
+from kv_transfer.handles import handle_for, join_handles, revoke_for
 from kv_transfer.heads import plan_link
 from kv_transfer.memory.checksum import find_corruption, fold
 from kv_transfer.memory.page_hash import ArenaHashes, Checksum
@@ -133,7 +134,7 @@ def test_every_rank_gets_its_heads_of_each_page_and_no_other_byte(
     here.fill(SOURCE)
     answers = Answers()
 
-    writer = here.sender.connect(there.receiver.handle(), WHOLE)
+    writer = here.sender.connect(handle_for(there.receiver, senders), WHOLE)
     for layer in range(len(WHOLE.layers)):
         writer.push(write(layer), answers.done)
     errors = answers.until(len(WHOLE.layers))
@@ -167,15 +168,16 @@ def test_whole_pages_hash_to_what_they_hash_to_in_one_arena(
         assert len(np.unique(expected)) == len(SOURCE)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_peer_is_fenced_once_it_has_let_go_of_every_rank(
-    stack: ExitStack, tmp_path: Path
+    stack: ExitStack, tmp_path: Path, ranks: int
 ) -> None:
     there = Worker(stack, tmp_path, 2, THERE)
-    here = Worker(stack, tmp_path / "here", 1, HERE)
-    handle, gone = there.receiver.handle(), threading.Event()
+    here = Worker(stack, tmp_path / "here", ranks, HERE)
+    handle, gone = handle_for(there.receiver, ranks), threading.Event()
     writer = here.sender.connect(handle, WHOLE)
 
-    there.receiver.revoke(handle, gone.set)
+    revoke_for(there.receiver, handle, ranks, gone.set)
     assert not gone.is_set()
     writer.close()
 
@@ -226,7 +228,7 @@ def test_what_was_opened_is_closed_when_one_rank_cannot_be_reached() -> None:
             opened.append(HeldWriter())
             return opened[0]
 
-    handle = RegionHandle(backend="shm", opaque=b"one rank's", num_blocks=THERE)
+    handle = join_handles([RegionHandle(backend="shm", opaque=b"one", num_blocks=THERE)] * 2)
     with pytest.raises(UnreachableError):
         RankedSender([Sender(), Sender()]).connect(handle, WHOLE)
     assert opened[0].closed
@@ -255,4 +257,14 @@ def test_pages_that_cannot_be_matched_are_refused_by_name(stack: ExitStack, tmp_
     other: KvLayout = replace(WHOLE, head_dim=8)
 
     with pytest.raises(IncompatibleError, match="head_dim"):
-        here.sender.connect(there.receiver.handle(), WHOLE, other)
+        here.sender.connect(handle_for(there.receiver, 2), WHOLE, other)
+
+
+def test_a_receiver_that_lets_one_rank_in_is_refused_by_a_sender_with_more(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    there = Worker(stack, tmp_path, 1, THERE)
+    here = Worker(stack, tmp_path / "here", 2, HERE)
+
+    with pytest.raises(TransferError, match="lets 1 of 2 ranks in"):
+        here.sender.connect(there.receiver.handle(), WHOLE)
