@@ -2,7 +2,9 @@
 as ever, in the worker's process; the halves in the ranks tell and are told.
 """
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +57,7 @@ class RankConnector(BatonConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The rank's KV cache is there."""
+        _drop_names()
         facts = page_facts(self._vllm_config, self._kv_cache_config, ())
         self._arena.register(kv_caches, self._block_tokens, facts)
         if self._arena.misfit is not None:
@@ -90,3 +93,11 @@ class RankConnector(BatonConnector):
         super().build_connector_meta(scheduler_output)
         step, sent, received = self._ranks.begin_step()
         return RankMetadata(step, sent, received)
+
+
+def _drop_names() -> None:
+    """Of the shared memory in which vLLM's ranks add their results up. All have mapped it when the first one gets its KV
+    cache; vLLM itself would leave it behind, however a rank ends.
+    """
+    for file in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*"):
+        file.unlink(missing_ok=True)
