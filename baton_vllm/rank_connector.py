@@ -99,5 +99,6 @@ def _drop_names() -> None:
     """Of the shared memory in which vLLM's ranks add their results up. All have mapped it when the first one gets its KV
     cache; vLLM itself would leave it behind, however a rank ends.
     """
-    for file in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*"):
+    names = f"{os.environ['VLLM_DIST_IDENT']}-*"
+    for file in Path("/dev/shm").glob(names):  # noqa: S108  # where shm_open has its names
         file.unlink(missing_ok=True)
