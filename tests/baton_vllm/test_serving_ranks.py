@@ -101,10 +101,11 @@ class Cluster:
         prefill, decode, http = free_ports(3)
         self._ports = {"prefill": prefill, "decode": decode}
         self.url = f"http://127.0.0.1:{http}"
-        self._flags = (str(model), *FLAGS, *NAMED)
+        self._flags = (*FLAGS, *NAMED)
         self.started: list[subprocess.Popen[bytes]] = []
         self._common = os.environ | {
             "BATON_CLUSTER_SECRET": SECRET,
+            "BATON_MODEL_MODEL": str(model),
             "BATON_ENGINE_NUM_THREADS": "1",  # two workers share the machine, and do not know it
             "BATON_CLUSTER_WORKERS": f"127.0.0.1:{prefill},127.0.0.1:{decode}",
             "BATON_ROUTER_PORT": str(http),
@@ -144,7 +145,7 @@ def test_workers_of_different_numbers_of_ranks_hand_off_to_each_other(
         cluster.start("prefill", prefill_ranks)
         cluster.start("decode", decode_ranks)
         cluster.start("router")
-        eventually(cluster.serves, "the cluster serves", timeout_s=120.0)
+        eventually(cluster.serves, "the cluster serves", timeout_s=90.0)
         told = [tokens(ask(cluster, prompt)) for prompt, _ in PLAIN]
         with cluster.client() as client:
             metrics = client.get("/metrics").text
