@@ -64,11 +64,11 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 
 
 def ranks_of(served: Served, worker: str) -> list[psutil.Process]:
-    """The processes of a worker's ranks: those that its own process has spawned and that hold its pages."""
+    """The processes of a worker's ranks: all that its own has begun, but for the one that multiprocessing keeps."""
     (own,) = [child for child in served.children() if worker in child.cmdline()]
-    spawned = [child for child in own.children() if "spawn_main" in " ".join(child.cmdline())]
-    assert len(spawned) == 2, [child.cmdline() for child in own.children()]
-    return spawned
+    begun = [child for child in own.children() if "resource_tracker" not in str(child.cmdline())]
+    assert len(begun) == 2, [child.cmdline() for child in own.children()]
+    return begun
 
 
 def test_a_pair_of_two_ranks_each_draws_the_tokens_of_vllm_alone(
