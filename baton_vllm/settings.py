@@ -10,12 +10,10 @@ from importlib import metadata
 
 from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import ConfigError
+from kv_transfer.handles import MAX_RANKS
 
 MINOR = "0.32"
 """The one minor version of vLLM that this package is written for: its core and its connectors move with each."""
-
-MAX_RANKS = 64
-"""More than any machine has use for: a wrong number is refused before so many processes are begun."""
 
 INSTALL = f"pip install 'vllm=={MINOR}.*' on a machine with GPUs, `make install-vllm` for CPUs"
 
