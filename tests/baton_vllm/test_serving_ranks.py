@@ -165,6 +165,11 @@ def incarnations(served: Served) -> dict[str, str]:
     return {worker["worker_id"]: worker["incarnation"] for worker in served.workers()}
 
 
+def is_back(served: Served, worker: str, before: dict[str, str]) -> bool:
+    """Whether a worker, of which nothing may be told while it is away, serves as a new incarnation."""
+    return incarnations(served).get(worker, before[worker]) != before[worker]
+
+
 def test_a_worker_whose_rank_dies_comes_back_and_its_streams_go_on_elsewhere(
     model: Path, tmp_path: Path
 ) -> None:
@@ -188,12 +193,12 @@ def test_a_worker_whose_rank_dies_comes_back_and_its_streams_go_on_elsewhere(
         assert len(stream.tokens) == 400
         reference.assert_greedy(stream.prompt, stream.tokens)
         back = "the worker is back"
-        eventually(lambda: incarnations(served)[victim] != before[victim], back, 120)
+        eventually(lambda: is_back(served, victim, before), back, 120)
 
         idle = ranks_of(served, other)
         idle[0].kill()
         assert_gone(idle)
-        eventually(lambda: incarnations(served)[other] != before[other], back, 120)
+        eventually(lambda: is_back(served, other, before), back, 120)
 
         ranks = ranks_of(served, other)
         (own,) = [child for child in served.children() if other in child.cmdline()]
