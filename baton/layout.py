@@ -13,7 +13,7 @@ neighbouring ranks hold the same ones:
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from baton.ids import LayerName
 from baton.page_order import num_pages
@@ -69,6 +69,13 @@ class KvLayout:
     def first_kv_head(self) -> int:
         """The model's index of this rank's first head."""
         return self.tp_rank // self.kv_head_replicas * self.num_kv_heads
+
+    @property
+    def whole(self) -> "KvLayout":
+        """Of the pages that all ranks hold together: head-major, they are the ranks' slices one after the other."""
+        return replace(
+            self, num_kv_heads=self.total_kv_heads, tp_size=1, tp_rank=0, kv_head_replicas=1
+        )
 
     @property
     def head_bytes(self) -> int:

@@ -28,6 +28,7 @@ from baton.layout import SPARE_BLOCKS
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import WorkerHello
 from baton.rpc.identity import PeerRole
+from baton.telemetry.logs import get_logger
 from baton.telemetry.otel import open_tracer
 from baton.telemetry.tracing import Tracer
 from baton.version import version
@@ -40,6 +41,12 @@ from baton_cluster.launch.standby import STANDBY
 from baton_cluster.launch.worker_counts import LauncherCounts
 from baton_worker.metrics import GrammarMetrics, SpeculationMetrics, WorkerMetrics
 from baton_worker.server import WorkerServer
+from kv_transfer.backends.ranked import (
+    joined_receivers,
+    joined_senders,
+    rank_layouts,
+    ranked_hashing,
+)
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.memory.arena import WorkerMemory
 from kv_transfer.memory.listening import Listening
@@ -56,6 +63,8 @@ if TYPE_CHECKING:
     from baton_vllm.build import BuiltVllm
     from baton_worker.service import WorkerService
     from prefill_worker.sink import TransferSink
+
+_log = get_logger(__name__)
 
 
 async def run_router(child: Child) -> None:
@@ -137,7 +146,7 @@ async def run_worker(child: Child) -> None:
         gpu_sharers=worker.gpu_sharers,
     )
     counted = _counted(built.grammar_counts, built.speculation_counts)
-    await _serve_engine(child, built, memory, sink, built.page_kernels, counted)
+    await _serve_engine(child, built, [memory], sink, built.page_kernels, counted)
 
 
 def _counted(
@@ -155,21 +164,24 @@ def _counted(
 async def _run_vllm(child: Child) -> None:
     """vLLM's core instead of Baton's engine."""
     from baton_vllm.build import build_vllm_engine
+    from baton_vllm.settings import num_ranks
     from prefill_worker.sink import TransferSink
 
-    config, memory, sink = child.assignment.config, WorkerMemory(), TransferSink()
+    config, sink = child.assignment.config, TransferSink()
+    memories = [WorkerMemory() for _ in range(num_ranks(config.engine))]
     built = await call_in_thread(
         build_vllm_engine,
         config.model,
         config.engine,
         role=_worker_of(child).role,
         secret=bytes.fromhex(config.cluster.secret),
-        memory=memory,
+        memory=memories[0],
         sink=sink,
         progress=child.progress,
         grammar=config.grammar,
+        rank_memories=memories if len(memories) > 1 else (),
     )
-    await _serve_engine(child, built, memory, sink, None, _counted(built.grammar_counts))
+    await _serve_engine(child, built, memories, sink, None, _counted(built.grammar_counts))
 
 
 async def run_simulated(child: Child) -> None:
@@ -186,18 +198,20 @@ async def run_simulated(child: Child) -> None:
         memory=memory,
         sink=sink,
     )
-    await _serve_engine(child, built, memory, sink, None)
+    await _serve_engine(child, built, [memory], sink, None)
 
 
 async def _serve_engine(
     child: Child,
     built: "BuiltEngine | SimulatedEngine | BuiltVllm",
-    memory: WorkerMemory,
+    memories: Sequence[WorkerMemory],
     sink: "TransferSink",
     kernels: "PageKernels | None",
     counted: Sequence[Collector] = (),
 ) -> None:
-    """Serves an engine until the child is to stop. `kernels` move its pages where they lie on a GPU."""
+    """Serves an engine until the child is to stop. Its pages lie in `memories`, one for each rank;
+    `kernels` move them where they lie on a GPU.
+    """
     from baton_vllm.build import BuiltVllm
 
     config, worker = child.assignment.config, _worker_of(child)
@@ -213,17 +227,15 @@ async def _serve_engine(
         from baton_vllm.metrics import OwnMetrics
 
         metrics.registry.register(OwnMetrics({each.name for each in metrics.registry.collect()}))
-    pool = (
-        join_pool(child.assignment, built.host, hello, memory, metrics, credentials)
-        if not isinstance(built, BuiltVllm) or built.pools
-        else None
-    )
+    pool: WorkerPool | None = None
+    if not isinstance(built, BuiltVllm) or built.pools:
+        pool = join_pool(child.assignment, built.host, hello, memories[0], metrics, credentials)
     parts = _Parts(
         config=config,
         worker=worker,
         hello=hello,
         engine=built.host if pool is None else pool.engine,
-        memory=memory,
+        memories=memories,
         kernels=kernels,
         office=TicketOffice(bytes.fromhex(config.cluster.secret)),
         credentials=credentials,
@@ -271,7 +283,7 @@ class _Parts:
     worker: WorkerConfig
     hello: WorkerHello
     engine: "EnginePort"
-    memory: WorkerMemory
+    memories: Sequence[WorkerMemory]
     kernels: "PageKernels | None"
     office: TicketOffice
     credentials: ClusterCredentials
@@ -298,8 +310,14 @@ class _Parts:
 
     def hashes(self) -> Hashing:
         """How its pages are hashed."""
+        if len(self.memories) > 1:
+            return ranked_hashing(
+                [memory.span.host_view for memory in self.memories],
+                rank_layouts(self.hello.layout, len(self.memories)),
+                num_blocks=self.region_blocks,
+            )
         return ways_to_hash(
-            self.memory.span,
+            self.memories[0].span,
             self.hello.layout,
             num_blocks=self.region_blocks,
             kernel=self.kernels.sums if self.kernels is not None else None,
@@ -344,18 +362,24 @@ def _service(parts: _Parts) -> "WorkerService":
         layout=hello.layout,
         office=parts.office,
         credentials=parts.credentials,
+        ranks=len(parts.memories),
     )
     sender = PageSender(
         here=here,
         legs=legs,
         sink=parts.sink,
-        senders=open_senders(
-            backends,
-            parts.memory.place,
-            num_blocks=parts.region_blocks,
-            secret=parts.secret,
-            listening=parts.listening,
-            movers=parts.kernels.movers if parts.kernels is not None else None,
+        senders=joined_senders(
+            [
+                open_senders(
+                    backends,
+                    memory.place,
+                    num_blocks=parts.region_blocks,
+                    secret=parts.secret,
+                    listening=parts.listening,
+                    movers=parts.kernels.movers if parts.kernels is not None else None,
+                )
+                for memory in parts.memories
+            ]
         ),
         hashes=hashes,
         spare=BlockId(hello.num_blocks),
@@ -368,17 +392,24 @@ def _service(parts: _Parts) -> "WorkerService":
         here=here,
         legs=legs,
         num_blocks=hello.num_blocks,
-        receivers=open_receivers(
-            needed(backends, parts.worker.address, parts.memory.place),
-            parts.memory.place,
-            server_address=partial(_server_address, parts),
-            layout=hello.layout,
-            num_blocks=parts.region_blocks,
-            admission=RegionAccess(
-                secret=parts.secret,
-                listening=parts.listening,
-                refused=lambda reason: parts.metrics.connection_refused(reason.value),
-            ),
+        receivers=joined_receivers(
+            [
+                open_receivers(
+                    needed(backends, parts.worker.address, memory.place),
+                    memory.place,
+                    server_address=partial(_server_address, parts, layout.tp_rank),
+                    layout=layout,
+                    num_blocks=parts.region_blocks,
+                    admission=RegionAccess(
+                        secret=parts.secret,
+                        listening=parts.listening,
+                        refused=lambda reason: parts.metrics.connection_refused(reason.value),
+                    ),
+                )
+                for memory, layout in zip(
+                    parts.memories, rank_layouts(hello.layout, len(parts.memories)), strict=True
+                )
+            ]
         ),
         hashes=hashes,
         transfer=parts.config.transfer,
@@ -417,10 +448,11 @@ def _service_alone(parts: _Parts) -> "WorkerService":
     )
 
 
-def _server_address(parts: _Parts, backend: str) -> str:
-    """Where peers attach to the arena: by a Unix socket, or beside the worker's own port."""
+def _server_address(parts: _Parts, rank: int, backend: str) -> str:
+    """Where peers attach to a rank's arena: by a Unix socket, or beside the worker's own port."""
     if parts.worker.address.startswith("unix:") or backend in ("shm", "cuda_ipc"):
-        path = kv_socket(Path(parts.config.cluster.runtime_dir), parts.worker.worker_id)
+        name = parts.worker.worker_id if rank == 0 else f"{parts.worker.worker_id}-rank-{rank}"
+        path = kv_socket(Path(parts.config.cluster.runtime_dir), name)
         return f"unix:{path}"
     host = parts.worker.address.rpartition(":")[0]
     return f"{host}:0"

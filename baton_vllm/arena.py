@@ -110,7 +110,7 @@ class VllmArena(TorchFunctionMode):
                 f"KV pages of shape {list(shape)} and {dtype} cannot be handed off between vLLM workers (blocks of {block_tokens} tokens)"
             )
         layout = KvLayout(
-            model_fingerprint=" ".join(f"{name}={value}" for name, value in facts.items()),
+            model_fingerprint=fingerprint_of(facts),
             dtype=dtype,
             block_tokens=block_tokens,
             num_kv_heads=shape[1],
@@ -144,6 +144,11 @@ class VllmArena(TorchFunctionMode):
         return self._layout
 
     @property
+    def num_pages(self) -> int:
+        """All of them."""
+        return self._pages
+
+    @property
     def num_blocks(self) -> int:
         """Pages before the spare one, the first of which is vLLM's null block."""
         return self._pages - SPARE_BLOCKS
@@ -166,3 +171,8 @@ def _by_address(
     for name, view in layers:
         at.setdefault(view.data_ptr(), []).append((name, view))
     return [at[address] for address in sorted(at)]
+
+
+def fingerprint_of(facts: Mapping[str, str]) -> str:
+    """What else than its shape decides the bytes of a page, as a layout names it."""
+    return " ".join(f"{name}={value}" for name, value in facts.items())

@@ -6,12 +6,13 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from baton.config.schema import EngineConfig, GrammarConfig, ModelConfig
-from baton.errors import ConfigError, ModelLoadError
+from baton.errors import ConfigError, EngineError, ModelLoadError
 from baton.ids import LayerName, Role
-from baton.layout import KvLayout
+from baton.layout import SPARE_BLOCKS, KvLayout
 from baton_engine.grammar import load_compiler
 from baton_engine.ports import ArenaAllocator, GrammarCounts, LayerSink
 from baton_engine.scheduling.limits import EngineLimits
@@ -20,6 +21,8 @@ from baton_vllm.block_events import BlockNames
 from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.host import VllmEngineHost
 from baton_vllm.pool_pages import VllmPoolPages
+from baton_vllm.ports import RankMemory
+from baton_vllm.ranks import WorkerRanks
 from baton_vllm.settings import MINOR, engine_arguments, missing
 
 if TYPE_CHECKING:
@@ -72,6 +75,7 @@ def build_vllm_engine(
     sink: LayerSink,
     progress: Callable[[str, float | None], None],
     grammar: GrammarConfig = GrammarConfig(),  # noqa: B008 - frozen
+    rank_memories: Sequence[RankMemory] = (),
 ) -> BuiltVllm:
     """Has vLLM load the model and take the memory for its KV pages. Blocks, for minutes with a large model.
 
@@ -81,6 +85,7 @@ def build_vllm_engine(
         role: What the worker is to be.
         secret: The cluster secret, 32 bytes.
         memory: Gives the KV pages their bytes, on a CPU.
+        rank_memories: Give them to each rank instead, where there are several (`settings.num_ranks`).
         sink: Told of pages that are to be sent.
         progress: Called with what is being done.
         grammar: What the grammars of outputs may cost.
@@ -94,19 +99,32 @@ def build_vllm_engine(
         raise ConfigError(why, param="engine.kind")
     for name, value in _ENVIRONMENT.items():
         os.environ[name] = value
+    if len(rank_memories) > 1:
+        if model.lora_modules or config.vllm.get("enable_lora"):
+            raise _no_ranks("serve no adapters yet")
+        _set_up_ranks(len(rank_memories))
     progress("importing vLLM", None)
     from baton_vllm.arena import VllmArena
 
     hand_offs, pool_pages, arena = VllmHandOffs(sink), VllmPoolPages(), VllmArena(memory)
     adapters = read_adapters(model.lora_modules)
-    core, vllm_config = _open(model, config, (hand_offs, pool_pages, arena), adapters, progress)
+    ranks = WorkerRanks(rank_memories, hand_offs, sink) if rank_memories else None
+    shared = _Shared(hand_offs, pool_pages, arena, ranks)
+    core, vllm_config = _open(model, config, shared, adapters, progress)
     from baton_vllm.core import VllmCore
     from baton_vllm.window_groups import longest, windows_of
 
     groups = core.scheduler.kv_cache_config.kv_cache_groups
     block_tokens, windows = _block_tokens(groups), windows_of(groups)
+    rank_layouts: list[KvLayout] = []
+    if ranks is not None:
+        try:
+            rank_layouts = ranks.layouts(vllm_config.model_config.get_total_num_kv_heads())
+        except ConfigError as error:
+            arena.misfit = error
     if arena.misfit is not None:
         if role is not Role.HYBRID:
+            core.shutdown()  # ranks are processes
             raise arena.misfit
         logger.warning("this worker hands nothing off, and has no part in a pool: %s", arena.misfit)
     elif windows:
@@ -114,7 +132,14 @@ def build_vllm_engine(
             "this worker has no part in a pool: layers keep windows of %s tokens, 0 for all",
             "/".join(str(window) for window in windows),
         )
-    layout = arena.layout if arena.misfit is None else _layout(core, vllm_config, windows, adapters)
+    elif ranks is not None:
+        logger.warning("this worker has no part in a pool: its pages lie on several ranks")
+    if rank_layouts:
+        layout = rank_layouts[0].whole
+    elif arena.misfit is None:
+        layout = arena.layout
+    else:
+        layout = _layout(core, _fingerprint(core, vllm_config, ranks, adapters), windows)
     scheduling = vllm_config.scheduler_config
     # One is vLLM's null block; the spare one has been taken out of its pool.
     num_blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
@@ -145,7 +170,13 @@ def build_vllm_engine(
         vocab_size=limits.vocab_size,
         eos_ids=eos_ids,
     )
-    hosted = VllmCore(core, eos_ids, grammars, _loaded(core, adapters, progress))
+    hosted = VllmCore(
+        core,
+        eos_ids,
+        grammars,
+        _loaded(core, adapters, progress),
+        after_step=lambda: None if ranks is None else ranks.end_step(),
+    )
     hosted.tell_blocks(names)
     host = VllmEngineHost(
         hosted,
@@ -155,29 +186,44 @@ def build_vllm_engine(
         stop_ids=frozenset(eos_ids),
         take_block_changes=names.take,
     )
+    core.model_executor.register_failure_callback(
+        lambda: host.fail(EngineError("a rank of vLLM's has ended"))
+    )
     hands_off = arena.misfit is None
-    if pools := hands_off and not windows:
+    if hands_off:
+        num_blocks = arena.num_blocks if ranks is None else ranks.num_pages - SPARE_BLOCKS
+    if pools := hands_off and not windows and ranks is None:
         pool_pages.name_by(secret, layout)
     return BuiltVllm(
         host=host,
         layout=layout,
         limits=limits,
-        num_blocks=arena.num_blocks if hands_off else limits.num_blocks,
+        num_blocks=num_blocks,
         hands_off=hands_off,
         pools=pools,
         grammar_counts=None if grammars is None else grammars.counts,
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What vLLM's connector shares with the host."""
+
+    hand_offs: VllmHandOffs
+    pool_pages: VllmPoolPages
+    arena: "VllmArena"
+    ranks: WorkerRanks | None
+
+
 def _open(
     model: ModelConfig,
     config: EngineConfig,
-    shared: tuple[VllmHandOffs, VllmPoolPages, "VllmArena"],
+    shared: _Shared,
     adapters: Sequence[Adapter],
     progress: Callable[[str, float | None], None],
 ) -> tuple[Any, Any]:
     """vLLM's core and its whole configuration. On a CPU its connector is Baton's, which holds what is `shared`, and its KV
-    cache lies in the last of these.
+    cache lies in the arena of these, or in the ranks' memory.
     """
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -199,10 +245,18 @@ def _open(
     if device == "cpu":
         arguments.setdefault("kv_cache_memory_bytes", _CPU_CACHE_BYTES)
         current_platform.get_punica_wrapper = lambda: _PUNICA_WRAPPER
-        objects = connector_objects(*shared, adapters)
-        arguments["kv_transfer_config"] = CONNECTOR_CONFIG | {"kv_connector_extra_config": objects}
+        if shared.ranks is None:
+            settings = CONNECTOR_CONFIG
+            objects = connector_objects(shared.hand_offs, shared.pool_pages, shared.arena, adapters)
+        else:
+            from baton_vllm.rank_connector import RANK_CONNECTOR_CONFIG, rank_objects
+
+            settings, objects = RANK_CONNECTOR_CONFIG, rank_objects(shared.ranks)
+        arguments["kv_transfer_config"] = settings | {"kv_connector_extra_config": objects}
+    elif shared.ranks is not None:
+        raise _no_ranks("are supported on CPUs only yet")
     else:
-        shared[-1].misfit = ConfigError(
+        shared.arena.misfit = ConfigError(
             "engine.kind vllm: KV is handed off by workers on CPUs only: on a GPU a worker has to be hybrid"
         )
     progress("vLLM loads the model", None)
@@ -224,7 +278,37 @@ def _open(
         core = EngineCore(vllm_config, choosing(Executor.get_class(vllm_config)), log_stats=True)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
         raise ModelLoadError(f"vLLM cannot serve {model.model}: {_words(error)}") from error
+    except Exception as error:
+        # Of a rank that does not come up nothing is told but this; why stands in the log.
+        if shared.ranks is None:
+            raise
+        raise ModelLoadError(f"vLLM cannot serve {model.model}: {_words(error)}") from error
+    if shared.ranks is not None:
+        shared.ranks.spawned(partial(_end_ranks, core.model_executor))
     return core, vllm_config
+
+
+def _end_ranks(executor: Any) -> None:
+    """A rank has ended. Unless vLLM ends all of them, the others wait for it in the middle of a layer, where they hear no
+    signal, and vLLM waits ten seconds for them.
+    """
+    if executor.is_failed or not getattr(executor, "shutting_down", False):
+        for rank in executor.workers:
+            rank.proc.kill()
+
+
+def _no_ranks(why: str) -> ConfigError:
+    path = "engine.vllm.tensor_parallel_size"
+    return ConfigError(f"{path}: several ranks {why}", param=path)
+
+
+def _set_up_ranks(ranks: int) -> None:
+    """For the processes that vLLM starts: they inherit it."""
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = (
+        "spawn"  # this process has threads: no fork of it is sound
+    )
+    threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    os.environ["OMP_NUM_THREADS"] = str(max(1, threads // ranks))
 
 
 def _loaded(
@@ -262,24 +346,29 @@ def _block_tokens(groups: Sequence[Any]) -> int:
     return sizes.pop()
 
 
-def _layout(
-    core: Any, vllm_config: Any, windows: tuple[int, ...], adapters: Sequence[Adapter]
-) -> KvLayout:
-    """Of pages that are not handed off."""
+def _fingerprint(
+    core: Any, vllm_config: Any, ranks: WorkerRanks | None, adapters: Sequence[Adapter]
+) -> str:
+    """What decides the bytes of pages that are not handed off; where the model is in the ranks' processes they know it."""
+    if ranks is not None:
+        return ranks.fingerprint
+    from baton_vllm.arena import fingerprint_of
     from baton_vllm.connector import page_facts
 
-    config = core.scheduler.kv_cache_config
-    spec = config.kv_cache_groups[0].kv_cache_spec
-    facts = page_facts(vllm_config, config, adapters)
+    return fingerprint_of(page_facts(vllm_config, core.scheduler.kv_cache_config, adapters))
+
+
+def _layout(core: Any, fingerprint: str, windows: tuple[int, ...]) -> KvLayout:
+    """Of pages that are not handed off."""
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
+    spec = groups[0].kv_cache_spec
     return KvLayout(
-        model_fingerprint=" ".join(f"{name}={value}" for name, value in facts.items()),
+        model_fingerprint=fingerprint,
         dtype=str(spec.dtype).removeprefix("torch."),
         block_tokens=spec.block_size,
         num_kv_heads=getattr(spec, "num_kv_heads", 1),
         head_dim=getattr(spec, "head_size", 1),
-        layers=tuple(
-            LayerName(name) for group in config.kv_cache_groups for name in group.layer_names
-        ),
+        layers=tuple(LayerName(name) for group in groups for name in group.layer_names),
         windows=windows,
     )
 

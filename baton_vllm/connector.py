@@ -2,7 +2,8 @@
 `VllmHandOffs` and, of the pool, `VllmPoolPages`.
 
 vLLM makes two of these, one for its scheduler and one for its worker; both live on the engine's thread and share these
-tables. Written against vLLM 0.32: the interface is experimental there.
+tables (`rank_connector` is the one whose worker halves are elsewhere). Written against vLLM 0.32: the interface is
+experimental there.
 """
 
 import json
@@ -97,16 +98,23 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        objects = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._hand_offs: VllmHandOffs = objects["hand_offs"]
-        self._pool_pages: VllmPoolPages = objects["pool_pages"]
-        self._arena: VllmArena = objects["arena"]
-        self._adapters: Sequence[Adapter] = objects["adapters"]
+        self._hand_offs: VllmHandOffs
+        self._pool_pages: VllmPoolPages
+        self._arena: VllmArena
+        self._adapters: Sequence[Adapter]
         groups = kv_cache_config.kv_cache_groups
         self._groups = [tuple(group.layer_names) for group in groups]
         self._windows = windows_of(groups)
         self._block_tokens = groups[0].kv_cache_spec.block_size
         self._pool: Any = None
+        self._take(vllm_config.kv_transfer_config.kv_connector_extra_config, role)
+
+    def _take(self, objects: dict[str, Any], role: KVConnectorRole) -> None:  # noqa: ARG002
+        """What this half works on, of `connector_objects`: the same for both."""
+        self._hand_offs = objects["hand_offs"]
+        self._pool_pages = objects["pool_pages"]
+        self._arena = objects["arena"]
+        self._adapters = objects["adapters"]
 
     # Its worker's half.
 

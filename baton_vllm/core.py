@@ -4,8 +4,11 @@ that needs vLLM to be imported.
 Its loop is that of vLLM's own `InprocClient` (v1/engine/core_client.py).
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from vllm.lora.request import LoRARequest
@@ -86,6 +89,7 @@ class VllmCore:
         eos_ids: The model's end-of-sequence ids.
         grammars: Compiles grammars; None where they are refused. Closed with the core.
         adapters: vLLM's requests of adapters, by name.
+        after_step: Called when vLLM has made a step.
     """
 
     def __init__(
@@ -94,8 +98,10 @@ class VllmCore:
         eos_ids: Sequence[int],
         grammars: GrammarCompiler | None,
         adapters: Mapping[str, LoRARequest],
+        after_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._core = core
+        self._after_step = after_step
         self._adapters = adapters
         self._counts = StepCounts(core.vllm_config)
         self._grammars = grammars
@@ -160,6 +166,16 @@ class VllmCore:
         request.num_prompt_tokens += 1
         request.update_block_hashes()
 
+    def bind(self, cores: Sequence[int]) -> None:
+        """See CorePort. Each rank gets as many, or all where there are fewer cores than ranks."""
+        ranks = getattr(self._core.model_executor, "workers", ())
+        share = len(cores) // max(1, len(ranks))
+        for number, rank in enumerate(ranks):
+            own = cores[number * share : (number + 1) * share] if share else cores
+            for task in Path(f"/proc/{rank.proc.pid}/task").iterdir():  # with those that compute
+                with suppress(ProcessLookupError):  # some come and go
+                    os.sched_setaffinity(int(task.name), own)
+
     def has_work(self) -> bool:
         """See CorePort."""
         return bool(self._core.scheduler.has_requests())
@@ -169,6 +185,7 @@ class VllmCore:
         self._core.scheduler.told = scheduled
         outputs, is_executed = self._core.step_fn()
         self._core.post_step(model_executed=is_executed)
+        self._after_step()
         if not is_executed and self.has_work():
             time.sleep(_PAUSE_S)  # as vLLM does; a grammar is compiled meanwhile
         told: list[CoreOutput] = []

@@ -324,6 +324,24 @@ class VllmHandOffs:
         if self._computed_at[layer_index] == layers:
             self._sink.save_kv_layer(LayerReady(layer_index=layer_index, exports=self._exports))
 
+    @property
+    def exports(self) -> Sequence[PageExport]:
+        """Pages that the step which has been decided completes."""
+        return tuple(self._exports)
+
+    def named(self) -> tuple[frozenset[str], frozenset[str]]:
+        """What `after_step` is going to answer for the step that has just been decided: nothing that vLLM computes
+        changes it.
+        """
+        sent: set[str] = set()
+        received: set[str] = set()
+        for sequence in self._sequences.values():
+            if sequence.state is _S.ENDING and sequence.kind is LegKind.PREFILL:
+                sent.add(sequence.seq_id)
+            elif sequence.state in (_S.ENDING, _S.STARTED):
+                received.add(sequence.seq_id)
+        return frozenset(sent), frozenset(received)
+
     def after_step(self) -> tuple[set[str], set[str]]:
         """What vLLM is to be told behind its step.
 
@@ -331,18 +349,15 @@ class VllmHandOffs:
             Requests whose blocks may be used otherwise, having been kept to be sent; and those that wait no more for
             KV, to go on or, where they are over, to give back their blocks.
         """
+        sent, received = self.named()
         self._exports, self._one_waits = [], False
         self._computed_at.clear()
-        sent: set[str] = set()
-        received: set[str] = set()
         for sequence in tuple(self._sequences.values()):
             if sequence.state is _S.ENDING:
-                (sent if sequence.kind is LegKind.PREFILL else received).add(sequence.seq_id)
                 self._forget(sequence)
             elif sequence.state is _S.STARTED:
-                received.add(sequence.seq_id)
                 del self._sequences[sequence.seq_id]
-        return sent, received
+        return {*sent}, {*received}
 
     def _add(
         self, seq_id: SeqId, kind: LegKind, num_tokens: int, room_tokens: int, state: PageState

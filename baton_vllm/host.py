@@ -131,7 +131,7 @@ class VllmEngineHost:
         self._clock = clock or MonotonicClock()
         self._story = StoryLog("engine")
         self._listener: Listener = _unheard
-        self._inbox: SimpleQueue[Command | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Command | BatonError | None] = SimpleQueue()
         self._sequences: dict[SeqId, _Sequence] = {}
         self._counts = _Counts()
         self._is_closing = False
@@ -167,6 +167,10 @@ class VllmEngineHost:
         """See EnginePort."""
         self._listener = listener
 
+    def fail(self, error: BatonError) -> None:
+        """vLLM has broken while it may have nothing to do: the engine ends with `error`. From any thread."""
+        self._inbox.put(error)
+
     def progress_s(self) -> float | None:
         """See EnginePort."""
         since = self._busy_since_s
@@ -190,6 +194,7 @@ class VllmEngineHost:
         if self._cores:
             try:
                 os.sched_setaffinity(0, self._cores)
+                self._core.bind(self._cores)
             except OSError as error:
                 logger.warning("the engine runs on any core, not on %s: %s", self._cores, error)
         try:
@@ -233,13 +238,15 @@ class VllmEngineHost:
                 break
         return events
 
-    def _take(self, command: Command | None) -> list[SeqEvent]:
+    def _take(self, command: Command | BatonError | None) -> list[SeqEvent]:
         self._is_idle = False
         events: list[SeqEvent] = []
         match command:
             case None:
                 self._is_closing = True
                 return []
+            case BatonError():
+                raise command
             case Generate() | Prefill() | Receive():
                 events = self._arrive(command)
             case Start():

@@ -68,6 +68,18 @@ class CoreLoad:
     blocks_free: int = 0
 
 
+class RankMemory(Protocol):
+    """Where one rank's pages lie: the worker's memory, of which the rank gets the descriptor."""
+
+    def allocate_shared(self, size_bytes: int) -> int:
+        """Zeroed bytes that stay valid until the process ends; the descriptor of a file that holds them, which stays this
+        object's. One call per arena.
+
+        Raises:
+            OutOfMemoryError: This machine has not got them.
+        """
+
+
 class CorePort(Protocol):
     """vLLM's core. One thread uses it."""
 
@@ -84,6 +96,9 @@ class CorePort(Protocol):
 
     def go_on(self, request_id: str, token: int) -> None:
         """A request that waits for its prompt's KV is to go on from `token`, the first one behind its prompt."""
+
+    def bind(self, cores: Sequence[int]) -> None:
+        """Processes of its own are to run on these cores."""
 
     def has_work(self) -> bool:
         """Whether it has requests, be it that they wait for something."""

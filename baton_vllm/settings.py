@@ -10,6 +10,7 @@ from importlib import metadata
 
 from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import ConfigError
+from kv_transfer.handles import MAX_RANKS
 
 MINOR = "0.32"
 """The one minor version of vLLM that this package is written for: its core and its connectors move with each."""
@@ -37,7 +38,7 @@ DECIDED = {
     "async_scheduling": "one frame is told per step",
     "disable_hybrid_kv_cache_manager": "windows are kept by themselves where the model's layers allow it",
     "disable_log_stats": "its figures are among the worker's metrics",
-    "distributed_executor_backend": "the engine runs in the worker's process",
+    "distributed_executor_backend": "the engine computes in the worker's process, or in one process of it per rank",
     "ec_transfer_config": "there is no second way to hand anything off",
     "kv_events_config": "block events are taken in the process",
     "kv_transfer_config": "the connector is Baton's",
@@ -62,7 +63,6 @@ NOT_YET = (
     "spec_model",
     "spec_tokens",
     "speculative_config",
-    "tensor_parallel_size",
 )
 """Settings of what a worker with this engine cannot do yet."""
 
@@ -109,6 +109,19 @@ def check_settings(given: Mapping[str, object], known: Collection[str]) -> None:
             near = difflib.get_close_matches(name, [*known], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{path}: vLLM {MINOR} has no such setting{hint}", param=path)
+
+
+def num_ranks(config: EngineConfig) -> int:
+    """Ranks that the heads are spread over (`engine.vllm.tensor_parallel_size`).
+
+    Raises:
+        ConfigError: It is no number of ranks.
+    """
+    path = "engine.vllm.tensor_parallel_size"
+    ranks = config.vllm.get("tensor_parallel_size", 1)
+    if type(ranks) is not int or not 1 <= ranks <= MAX_RANKS:
+        raise ConfigError(f"{path}: must be a whole number from 1 to {MAX_RANKS}", param=path)
+    return ranks
 
 
 def engine_arguments(model: ModelConfig, config: EngineConfig) -> dict[str, object]:

@@ -32,7 +32,6 @@ WITHOUT: dict[str, str] = {
     "baton_engine/scheduling/queues.py": COUNTS,
     "baton_engine/scheduling/scheduler.py": "the order of commands and steps",
     "baton_engine/scheduling/step_cost.py": NUMBERS,
-    "kv_transfer/ledger/ranks.py": "a `RankGroup` only counts its ranks, without a clock; each rank's ledger keeps the story",
     "kv_transfer/memory/arena.py": "the order in which a worker is put together",
     "kvpool/directory/memory.py": COUNTS,
     "kvpool/node/accounts.py": COUNTS,

@@ -95,6 +95,16 @@ class WorkerMemory:
             self._span = self._on_gpu(gpu, size_bytes)
         return self._span
 
+    def allocate_shared(self, size_bytes: int) -> int:
+        """As `allocate`, for an engine's rank in another process (implements `baton_vllm.ports.RankMemory`): the
+        descriptor of the shared memory, which stays this object's.
+
+        Raises:
+            OutOfMemoryError: This machine has not got them.
+        """
+        self.allocate(size_bytes)
+        return self.region.fd
+
     @property
     def span(self) -> ArenaSpan:
         """What was allocated.

@@ -29,6 +29,7 @@ from baton.rpc.hello import (
     layout_to_proto,
 )
 from baton.rpc.v1 import transfer_pb2 as pb
+from kv_transfer.handles import MAX_RANKS
 from kv_transfer.heads import LinkPlan, plan_link, refuse_difference
 from kv_transfer.memory.page_hash import Checksum
 from kv_transfer.ports import RegionHandle
@@ -54,13 +55,15 @@ _FIELDS = frozenset(
 class SessionEndpoint:
     """A worker at the handshake: its identity, its layout, and the keys that prove them.
 
-    `credentials` are what it dials peers over TCP with; without them it reaches Unix sockets only.
+    `credentials` are what it dials peers over TCP with; without them it reaches Unix sockets only. `ranks` of it share
+    the heads of each page out, and attach to peers' regions one by one; the layout is of whole pages.
     """
 
     identity: WorkerIdentity
     layout: KvLayout
     office: TicketOffice
     credentials: ClusterCredentials | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +89,13 @@ class Agreed:
         peer: The worker that greets.
         link: What it writes of each page.
         backends: Those that both have, the peer's favourite first.
+        ranks: Of the peer, each of which attaches by itself.
     """
 
     peer: WorkerIdentity
     link: LinkPlan
     backends: tuple[str, ...]
+    ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +132,7 @@ def greet(
         layout=layout_to_proto(here.layout),
         backends=list(backends),
         number=number,
+        ranks=here.ranks if here.ranks > 1 else 0,
     )
 
 
@@ -167,7 +173,14 @@ class HandshakeServer:
             raise _misfit(
                 "backends", f"{sorted(self._backends)} here, {sorted(hello.backends)} there"
             )
-        return Agreed(peer=self._identified(hello, theirs), link=link, backends=backends)
+        if hello.ranks > MAX_RANKS:
+            raise _misfit("tp_size", f"{hello.ranks} ranks there, {MAX_RANKS} at most")
+        return Agreed(
+            peer=self._identified(hello, theirs),
+            link=link,
+            backends=backends,
+            ranks=max(hello.ranks, 1),  # a peer of before there were several says nothing
+        )
 
     def _identified(self, hello: pb.OpenSession, layout: KvLayout) -> WorkerIdentity:
         """Whose greeting it is; each rank of a worker counts its own."""

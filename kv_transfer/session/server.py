@@ -20,6 +20,7 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.telemetry.logs import get_logger
+from kv_transfer.handles import handle_for, revoke_for
 from kv_transfer.heads import LinkPlan
 from kv_transfer.messages import Heartbeat, SessionId, ToDecode, ToPrefill
 from kv_transfer.ports import KvReceiver, RegionHandle
@@ -42,7 +43,8 @@ class Fence:
     when its access by every backend that it was offered is revoked.
     """
 
-    def __init__(self, fenced: Callable[[], None]) -> None:
+    def __init__(self, ranks: int, fenced: Callable[[], None]) -> None:
+        self._ranks = ranks
         self._fenced = fenced
         self._lock = threading.Lock()
         self._open = 1  # the ways that may still be shown
@@ -51,7 +53,7 @@ class Fence:
         """Takes the access by one backend back."""
         with self._lock:
             self._open += 1
-        receiver.revoke(handle, self._shut)
+        revoke_for(receiver, handle, self._ranks, self._shut)
 
     def close(self) -> None:
         """No other backend will be offered."""
@@ -135,11 +137,11 @@ class ServedSession:
         self._receivers = receivers
         self._host = host
         loop = asyncio.get_running_loop()
-        self._fence = Fence(lambda: _tell(loop, host.on_peer_fenced, session))
+        self._fence = Fence(agreed.ranks, lambda: _tell(loop, host.on_peer_fenced, session))
         self._cut: asyncio.Future[BatonError] = loop.create_future()
         self._outgoing: asyncio.Queue[pb.TransferReply] = asyncio.Queue()
         self._tried: list[str] = []
-        self._handle = receivers[agreed.backends[0]].handle()
+        self._handle = handle_for(receivers[agreed.backends[0]], agreed.ranks)
         self._terms = self._bound_to(self._handle)
 
     async def run(self, requests: Requests, context: Context) -> None:
@@ -208,7 +210,7 @@ class ServedSession:
             self._outgoing.put_nowait(pb.TransferReply(refused=refused))
             return
         self._revoke()
-        self._handle = self._receivers[left[0]].handle()
+        self._handle = handle_for(self._receivers[left[0]], self._agreed.ranks)
         self._terms = self._bound_to(self._handle)
         self._offer_region()
 

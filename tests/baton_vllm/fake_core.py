@@ -60,6 +60,9 @@ class SchedulerCore:
         self.went_on[request_id] = token
         self.vllm.requests[SeqId(request_id)].num_prompt += 1
 
+    def bind(self, cores: Sequence[int]) -> None:
+        pass
+
     def has_work(self) -> bool:
         return bool(self.vllm.requests)
 

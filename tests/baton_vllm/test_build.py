@@ -10,7 +10,7 @@ from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import BatonError, ConfigError, ModelLoadError
 from baton.ids import Role
 from baton_vllm import build
-from baton_vllm.settings import missing
+from baton_vllm.settings import missing, num_ranks
 from kv_transfer.memory.arena import WorkerMemory
 from prefill_worker.sink import TransferSink
 from tests.baton_engine.tiny_models import make_model as make_tiny
@@ -28,7 +28,8 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the engine sets for its process ends with the test."""
-    for name, value in build._ENVIRONMENT.items():
+    ranks = {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "OMP_NUM_THREADS": "2"}
+    for name, value in (build._ENVIRONMENT | ranks).items():
         monkeypatch.setenv(name, os.environ.get(name, value))
 
 
@@ -40,15 +41,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(
-    model: Path, dtype: str = "float32", adapters: tuple[str, ...] = (), **engine: object
+    model: Path,
+    dtype: str = "float32",
+    adapters: tuple[str, ...] = (),
+    role: Role = Role.HYBRID,
+    **engine: object,
 ) -> BatonError:
+    config = EngineConfig(kind="vllm", kv_cache_memory_bytes=32 << 20, **engine)  # type: ignore[arg-type]
+    memories = [WorkerMemory() for _ in range(num_ranks(config))]
     with pytest.raises(BatonError) as caught:
         build.build_vllm_engine(
             ModelConfig(model=str(model), dtype=dtype, lora_modules=adapters),
-            EngineConfig(kind="vllm", kv_cache_memory_bytes=32 << 20, **engine),  # type: ignore[arg-type]
-            role=Role.HYBRID,
+            config,
+            role=role,
             secret=bytes(32),
-            memory=WorkerMemory(),
+            memory=memories[0],
+            rank_memories=memories[1:] and memories,
             sink=TransferSink(),
             progress=lambda *_: None,
         )
@@ -120,3 +128,24 @@ def test_adapters_that_vllm_cannot_serve_are_refused_by_their_names(
     assert str(missing_one).startswith("model.lora_modules.gone: there is no directory")
     assert "high: its rank is 32, engine.vllm.max_lora_rank is 16" in str(too_high)
     assert str(of_another).startswith("model.lora_modules.anothers: vLLM cannot load it: ")
+
+
+def test_ranks_serve_no_adapters(model: Path) -> None:
+    error = refused(model, vllm={"tensor_parallel_size": 2, "enable_lora": True})
+    assert isinstance(error, ConfigError)
+    assert error.param == "engine.vllm.tensor_parallel_size"
+    assert "several ranks serve no adapters yet" in str(error)
+
+
+def test_heads_that_cannot_be_shared_out_are_refused_in_vllms_words(model: Path) -> None:
+    error = refused(model, vllm={"tensor_parallel_size": 3})
+    assert isinstance(error, ModelLoadError)
+    assert "divisible by tensor parallel size (3)" in str(error)
+
+
+def test_heads_that_several_ranks_hold_are_not_handed_off(tmp_path: Path) -> None:
+    one_head = make_tiny(tmp_path / "model", "llama", head_dim=32, num_kv_heads=1)
+    settings = {"tensor_parallel_size": 2, "enforce_eager": True}
+    error = refused(one_head, role=Role.DECODE, vllm=settings)
+    assert isinstance(error, ConfigError)
+    assert "2 ranks hold 1 KV heads more than once" in str(error)

@@ -1,5 +1,6 @@
 """The engine's thread against a core that is not vLLM: it draws the next number, one token per request and step."""
 
+import os
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -45,6 +46,7 @@ class FakeCore:
         self.compiling = False
         self.flushed = 0
         self.closed = False
+        self.bound_to: Sequence[int] = ()
 
     def add(self, request: CoreRequest) -> None:
         if request.request_id in self.refusing:
@@ -57,6 +59,9 @@ class FakeCore:
 
     def go_on(self, request_id: str, token: int) -> None:
         raise AssertionError("nothing is handed off")
+
+    def bind(self, cores: Sequence[int]) -> None:
+        self.bound_to = cores
 
     def has_work(self) -> bool:
         return bool(self.requests)
@@ -231,6 +236,21 @@ def test_a_step_that_raises_ends_the_engine_and_says_why(rig):
     rig.host._thread.join(10.0)
     assert str(rig.host.failure()) == "no device"
     assert rig.host.progress_s() is not None
+
+
+def test_an_engine_that_breaks_while_it_has_nothing_to_do_ends(rig):
+    rig.host.start()
+    rig.host.fail(EngineError("a rank has ended"))
+    rig.host._thread.join(10.0)
+    assert not rig.host._thread.is_alive()
+    assert str(rig.host.failure()) == "a rank has ended"
+
+
+def test_processes_of_the_core_get_the_engines_cores(rig):
+    cores = sorted(os.sched_getaffinity(0))[:1]
+    rig.host.start(cores)
+    rig.host.close()
+    assert rig.core.bound_to == cores
 
 
 def test_a_closed_engine_closes_vllm_and_has_not_failed(rig):

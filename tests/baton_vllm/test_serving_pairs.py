@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import pytest
@@ -63,7 +63,13 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield served
 
 
-def ask(cluster: Served, prompt: list[int], **fields: object) -> dict[str, Any]:
+class Reached(Protocol):
+    """A cluster, however it was started."""
+
+    def client(self) -> httpx.Client: ...
+
+
+def ask(cluster: Reached, prompt: list[int], **fields: object) -> dict[str, Any]:
     asked = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 24}
     asked |= {"ignore_eos": True, "return_token_ids": True}
     with cluster.client() as client:

@@ -6,6 +6,7 @@ import pytest
 
 from baton.config.load import load
 from baton.config.lora import read_lora_modules
+from baton.config.schema import EngineConfig
 from baton.config.setting import Setting
 from baton.errors import ConfigError
 from baton_vllm import settings
@@ -33,7 +34,7 @@ def test_a_setting_of_vllms_is_taken_by_its_own_name():
         ("model", "is given by model.model"),
         ("kv_transfer_config", "is decided by Baton"),
         ("disable_hybrid_kv_cache_manager", "is decided by Baton: windows are kept"),
-        ("tensor_parallel_size", "not supported with Baton yet"),
+        ("pipeline_parallel_size", "not supported with Baton yet"),
     ],
 )
 def test_a_setting_that_is_not_the_operators_is_refused_by_its_name(name, says):
@@ -80,6 +81,21 @@ def test_an_adapter_without_a_name_or_a_place_or_with_anothers_name_is_refused(e
         config_of(model__lora_modules=entries, engine__kind="vllm")
     with pytest.raises(ConfigError, match=r"NAME=PATH|two adapters are named sql"):
         read_lora_modules(entries)
+
+
+def test_ranks_are_counted_by_vllms_own_setting():
+    given = {"engine__kind": "vllm", "cluster__hybrid_workers": 1}
+    for size in (1, 4):
+        config = config_of(**given | {"engine__vllm": {"tensor_parallel_size": size}})
+        assert settings.num_ranks(config.engine) == size
+    assert settings.num_ranks(config_of(**given).engine) == 1
+
+
+@pytest.mark.parametrize("size", [0, -1, 65, 1.5, "2", True])
+def test_what_is_no_number_of_ranks_is_refused_by_its_name(size):
+    with pytest.raises(ConfigError) as refused:
+        settings.num_ranks(EngineConfig(kind="vllm", vllm={"tensor_parallel_size": size}))
+    assert refused.value.param == "engine.vllm.tensor_parallel_size"
 
 
 def test_vllms_settings_need_vllm():

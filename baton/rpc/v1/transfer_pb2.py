@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.rpc.v1 import common_pb2 as baton_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/rpc/v1/transfer.proto\x12\x0c\x62\x61ton.rpc.v1\x1a\x19\x62\x61ton/rpc/v1/common.proto\"\xd7\x01\n\x06Permit\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0f\n\x07xfer_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x04 \x01(\t\x12\x15\n\rlayout_digest\x18\x05 \x01(\t\x12,\n\x06source\x18\x06 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12,\n\x06target\x18\x07 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\"\xdc\x01\n\x06Ticket\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0f\n\x07xfer_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x04 \x01(\t\x12\x15\n\rlayout_digest\x18\x05 \x01(\t\x12,\n\x06target\x18\x06 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x0e\n\x06region\x18\x07 \x01(\x0c\x12\x13\n\x0bheld_blocks\x18\x08 \x01(\r\x12\x0e\n\x06\x62locks\x18\t \x01(\x0c\x12\x10\n\x08lease_ms\x18\n \x01(\r\"\xd6\x01\n\x0bOpenSession\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12.\n\x08identity\x18\x02 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x33\n\rexpected_peer\x18\x03 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12&\n\x06layout\x18\x04 \x01(\x0b\x32\x16.baton.rpc.v1.KvLayout\x12\x10\n\x08\x62\x61\x63kends\x18\x05 \x03(\t\x12\x0e\n\x06number\x18\x06 \x01(\x04\"4\n\x0cReservePages\x12$\n\x06permit\x18\x01 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\"\x9b\x01\n\x0b\x43ommitPages\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x30\n\x0c\x66irst_tokens\x18\x05 \x03(\x0b\x32\x1a.baton.rpc.v1.SampledToken\x12\x11\n\tchecksums\x18\x06 \x01(\x0c\",\n\x08Quiesced\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x1b\n\tHeartbeat\x12\x0e\n\x06number\x18\x01 \x01(\x04\"4\n\x11RegionUnreachable\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xb5\x02\n\x0fTransferRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.baton.rpc.v1.OpenSessionH\x00\x12-\n\x07reserve\x18\x02 \x01(\x0b\x32\x1a.baton.rpc.v1.ReservePagesH\x00\x12+\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x19.baton.rpc.v1.CommitPagesH\x00\x12*\n\x08quiesced\x18\x04 \x01(\x0b\x32\x16.baton.rpc.v1.QuiescedH\x00\x12,\n\theartbeat\x18\x05 \x01(\x0b\x32\x17.baton.rpc.v1.HeartbeatH\x00\x12\x36\n\x0bunreachable\x18\x06 \x01(\x0b\x32\x1f.baton.rpc.v1.RegionUnreachableH\x00\x42\t\n\x07request\"\xeb\x01\n\x0fSessionAccepted\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x0e\n\x06region\x18\x03 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12&\n\x06layout\x18\x05 \x01(\x0b\x32\x16.baton.rpc.v1.KvLayout\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\x12\x11\n\tchecksums\x18\x07 \x01(\x08\x12\x10\n\x08\x63hecksum\x18\t \x01(\t\x12\x14\n\x0cspare_blocks\x18\x08 \x01(\r\"4\n\x0cPagesGranted\x12$\n\x06ticket\x18\x01 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\"2\n\x0ePagesCommitted\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"Y\n\rAbortTransfer\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12&\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x15.baton.rpc.v1.Failure\"\xb3\x02\n\rTransferReply\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1d.baton.rpc.v1.SessionAcceptedH\x00\x12(\n\x07refused\x18\x02 \x01(\x0b\x32\x15.baton.rpc.v1.FailureH\x00\x12-\n\x07granted\x18\x03 \x01(\x0b\x32\x1a.baton.rpc.v1.PagesGrantedH\x00\x12\x31\n\tcommitted\x18\x04 \x01(\x0b\x32\x1c.baton.rpc.v1.PagesCommittedH\x00\x12,\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x1b.baton.rpc.v1.AbortTransferH\x00\x12,\n\theartbeat\x18\x06 \x01(\x0b\x32\x17.baton.rpc.v1.HeartbeatH\x00\x42\x07\n\x05reply2E\n\x08Transfer\x12\x39\n\x07Session\x12\x14.baton.rpc.v1.Signed\x1a\x14.baton.rpc.v1.Signed(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/rpc/v1/transfer.proto\x12\x0c\x62\x61ton.rpc.v1\x1a\x19\x62\x61ton/rpc/v1/common.proto\"\xd7\x01\n\x06Permit\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0f\n\x07xfer_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x04 \x01(\t\x12\x15\n\rlayout_digest\x18\x05 \x01(\t\x12,\n\x06source\x18\x06 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12,\n\x06target\x18\x07 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\"\xdc\x01\n\x06Ticket\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0f\n\x07xfer_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x04 \x01(\t\x12\x15\n\rlayout_digest\x18\x05 \x01(\t\x12,\n\x06target\x18\x06 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x0e\n\x06region\x18\x07 \x01(\x0c\x12\x13\n\x0bheld_blocks\x18\x08 \x01(\r\x12\x0e\n\x06\x62locks\x18\t \x01(\x0c\x12\x10\n\x08lease_ms\x18\n \x01(\r\"\xe5\x01\n\x0bOpenSession\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12.\n\x08identity\x18\x02 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x33\n\rexpected_peer\x18\x03 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12&\n\x06layout\x18\x04 \x01(\x0b\x32\x16.baton.rpc.v1.KvLayout\x12\x10\n\x08\x62\x61\x63kends\x18\x05 \x03(\t\x12\x0e\n\x06number\x18\x06 \x01(\x04\x12\r\n\x05ranks\x18\x07 \x01(\r\"4\n\x0cReservePages\x12$\n\x06permit\x18\x01 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\"\x9b\x01\n\x0b\x43ommitPages\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x30\n\x0c\x66irst_tokens\x18\x05 \x03(\x0b\x32\x1a.baton.rpc.v1.SampledToken\x12\x11\n\tchecksums\x18\x06 \x01(\x0c\",\n\x08Quiesced\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x1b\n\tHeartbeat\x12\x0e\n\x06number\x18\x01 \x01(\x04\"4\n\x11RegionUnreachable\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xb5\x02\n\x0fTransferRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.baton.rpc.v1.OpenSessionH\x00\x12-\n\x07reserve\x18\x02 \x01(\x0b\x32\x1a.baton.rpc.v1.ReservePagesH\x00\x12+\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x19.baton.rpc.v1.CommitPagesH\x00\x12*\n\x08quiesced\x18\x04 \x01(\x0b\x32\x16.baton.rpc.v1.QuiescedH\x00\x12,\n\theartbeat\x18\x05 \x01(\x0b\x32\x17.baton.rpc.v1.HeartbeatH\x00\x12\x36\n\x0bunreachable\x18\x06 \x01(\x0b\x32\x1f.baton.rpc.v1.RegionUnreachableH\x00\x42\t\n\x07request\"\xeb\x01\n\x0fSessionAccepted\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x0e\n\x06region\x18\x03 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12&\n\x06layout\x18\x05 \x01(\x0b\x32\x16.baton.rpc.v1.KvLayout\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\x12\x11\n\tchecksums\x18\x07 \x01(\x08\x12\x10\n\x08\x63hecksum\x18\t \x01(\t\x12\x14\n\x0cspare_blocks\x18\x08 \x01(\r\"4\n\x0cPagesGranted\x12$\n\x06ticket\x18\x01 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\"2\n\x0ePagesCommitted\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"Y\n\rAbortTransfer\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12&\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x15.baton.rpc.v1.Failure\"\xb3\x02\n\rTransferReply\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1d.baton.rpc.v1.SessionAcceptedH\x00\x12(\n\x07refused\x18\x02 \x01(\x0b\x32\x15.baton.rpc.v1.FailureH\x00\x12-\n\x07granted\x18\x03 \x01(\x0b\x32\x1a.baton.rpc.v1.PagesGrantedH\x00\x12\x31\n\tcommitted\x18\x04 \x01(\x0b\x32\x1c.baton.rpc.v1.PagesCommittedH\x00\x12,\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x1b.baton.rpc.v1.AbortTransferH\x00\x12,\n\theartbeat\x18\x06 \x01(\x0b\x32\x17.baton.rpc.v1.HeartbeatH\x00\x42\x07\n\x05reply2E\n\x08Transfer\x12\x39\n\x07Session\x12\x14.baton.rpc.v1.Signed\x1a\x14.baton.rpc.v1.Signed(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,29 +37,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TICKET']._serialized_start=291
   _globals['_TICKET']._serialized_end=511
   _globals['_OPENSESSION']._serialized_start=514
-  _globals['_OPENSESSION']._serialized_end=728
-  _globals['_RESERVEPAGES']._serialized_start=730
-  _globals['_RESERVEPAGES']._serialized_end=782
-  _globals['_COMMITPAGES']._serialized_start=785
-  _globals['_COMMITPAGES']._serialized_end=940
-  _globals['_QUIESCED']._serialized_start=942
-  _globals['_QUIESCED']._serialized_end=986
-  _globals['_HEARTBEAT']._serialized_start=988
-  _globals['_HEARTBEAT']._serialized_end=1015
-  _globals['_REGIONUNREACHABLE']._serialized_start=1017
-  _globals['_REGIONUNREACHABLE']._serialized_end=1069
-  _globals['_TRANSFERREQUEST']._serialized_start=1072
-  _globals['_TRANSFERREQUEST']._serialized_end=1381
-  _globals['_SESSIONACCEPTED']._serialized_start=1384
-  _globals['_SESSIONACCEPTED']._serialized_end=1619
-  _globals['_PAGESGRANTED']._serialized_start=1621
-  _globals['_PAGESGRANTED']._serialized_end=1673
-  _globals['_PAGESCOMMITTED']._serialized_start=1675
-  _globals['_PAGESCOMMITTED']._serialized_end=1725
-  _globals['_ABORTTRANSFER']._serialized_start=1727
-  _globals['_ABORTTRANSFER']._serialized_end=1816
-  _globals['_TRANSFERREPLY']._serialized_start=1819
-  _globals['_TRANSFERREPLY']._serialized_end=2126
-  _globals['_TRANSFER']._serialized_start=2128
-  _globals['_TRANSFER']._serialized_end=2197
+  _globals['_OPENSESSION']._serialized_end=743
+  _globals['_RESERVEPAGES']._serialized_start=745
+  _globals['_RESERVEPAGES']._serialized_end=797
+  _globals['_COMMITPAGES']._serialized_start=800
+  _globals['_COMMITPAGES']._serialized_end=955
+  _globals['_QUIESCED']._serialized_start=957
+  _globals['_QUIESCED']._serialized_end=1001
+  _globals['_HEARTBEAT']._serialized_start=1003
+  _globals['_HEARTBEAT']._serialized_end=1030
+  _globals['_REGIONUNREACHABLE']._serialized_start=1032
+  _globals['_REGIONUNREACHABLE']._serialized_end=1084
+  _globals['_TRANSFERREQUEST']._serialized_start=1087
+  _globals['_TRANSFERREQUEST']._serialized_end=1396
+  _globals['_SESSIONACCEPTED']._serialized_start=1399
+  _globals['_SESSIONACCEPTED']._serialized_end=1634
+  _globals['_PAGESGRANTED']._serialized_start=1636
+  _globals['_PAGESGRANTED']._serialized_end=1688
+  _globals['_PAGESCOMMITTED']._serialized_start=1690
+  _globals['_PAGESCOMMITTED']._serialized_end=1740
+  _globals['_ABORTTRANSFER']._serialized_start=1742
+  _globals['_ABORTTRANSFER']._serialized_end=1831
+  _globals['_TRANSFERREPLY']._serialized_start=1834
+  _globals['_TRANSFERREPLY']._serialized_end=2141
+  _globals['_TRANSFER']._serialized_start=2143
+  _globals['_TRANSFER']._serialized_end=2212
 # @@protoc_insertion_point(module_scope)

@@ -136,9 +136,12 @@ class OpenSession(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     number: _builtins.int
     """of this prefill worker's sessions with this peer; grows"""
+    ranks: _builtins.int
+    """of the prefill worker, each of which attaches to the region by itself; 0 means 1"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity:
         """of the prefill worker"""
@@ -162,10 +165,11 @@ class OpenSession(_message.Message):
         layout: _common_pb2.KvLayout | None = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
         number: _builtins.int = ...,
+        ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expected_peer", b"expected_peer", "identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "expected_peer", b"expected_peer", "identity", b"identity", "layout", b"layout", "number", b"number", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "expected_peer", b"expected_peer", "identity", b"identity", "layout", b"layout", "number", b"number", "protocol_version", b"protocol_version", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
