@@ -29,6 +29,7 @@ from baton_vllm.adapters import Adapter, fingerprint
 from baton_vllm.arena import VllmArena
 from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.pool_pages import VllmPoolPages
+from baton_vllm.seeded_draws import put_draws_back
 from baton_vllm.window_groups import windows_of
 
 CONNECTOR_CONFIG = {
@@ -107,6 +108,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._windows = windows_of(groups)
         self._block_tokens = groups[0].kv_cache_spec.block_size
         self._pool: Any = None
+        if role is KVConnectorRole.WORKER:
+            put_draws_back()  # here, for it is the one place that runs wherever a model does
         self._take(vllm_config.kv_transfer_config.kv_connector_extra_config, role)
 
     def _take(self, objects: dict[str, Any], role: KVConnectorRole) -> None:  # noqa: ARG002

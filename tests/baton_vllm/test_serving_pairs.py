@@ -141,6 +141,20 @@ def test_an_answer_is_held_to_its_grammar_from_its_first_token(cluster):
     assert workers["decode"]["prefix_query_tokens"] == 0
 
 
+def test_a_seeds_draws_are_the_same_in_whatever_chunks_its_prompt_is_computed(cluster):
+    """vLLM draws behind every chunk, and throws away all draws but the last one's; asked again, the prompt's first
+    chunks are in the cache.
+    """
+    before = [worker["incarnation"] for worker in cluster.workers()]
+    seeded = {"temperature": 1, "seed": 7}
+    first, again, other = (
+        tokens(ask(cluster, prompt_tokens(230), **asked))
+        for asked in (seeded, seeded, seeded | {"seed": 8})
+    )
+    assert first == again != other
+    assert [worker["incarnation"] for worker in cluster.workers()] == before
+
+
 def test_an_answer_of_one_token_needs_no_decode_worker(cluster):
     steps = loads(cluster)["decode"]["steps"]
     whole = tokens(ask(cluster, prompt_tokens(40)))
