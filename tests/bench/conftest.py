@@ -7,6 +7,8 @@ from threading import Thread
 
 import pytest
 
+from tests.waits import join
+
 
 class Served:
     """A server that gives two tokens at most, or refuses with a status.
@@ -67,4 +69,4 @@ def served() -> Iterator[Served]:
         thread.start()
         yield told
         server.shutdown()
-        thread.join()
+        join(thread)
