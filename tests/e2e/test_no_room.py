@@ -127,12 +127,19 @@ def test_what_was_preempted_comes_back_from_the_pool(
     # All prompts fit at once, and what is generated does not.
     with serve(str(checkpoint), "--dtype", "float32", "--kv-cache-memory", "2304KiB") as cluster:
         eventually(lambda: maps_pool(cluster, "prefill", "decode"), "workers map the pool", 60.0)
-        _Crowd(cluster).assert_right(checkpoint)
-        decode = next(worker for worker in cluster.workers() if worker["role"] == "decode")
-        assert decode["load"]["preemptions"] > 0
-        assert cluster.metric("baton_handoff_fallbacks_total") == 0, "nobody began anew"
         url = f"http://127.0.0.1:{metrics + 1}/metrics"
-        assert metric(url, "baton_pool_fetched_blocks_total") > 0
+
+        def comes_back() -> bool:
+            """Of a crowd that is there at once, on a busy machine perhaps not the first; and what is quicker computed
+            is not fetched.
+            """
+            _Crowd(cluster).assert_right(checkpoint)
+            decode = next(worker for worker in cluster.workers() if worker["role"] == "decode")
+            fetched = metric(url, "baton_pool_fetched_blocks_total")
+            return bool(decode["load"]["preemptions"] > 0 and fetched > 0)
+
+        eventually(comes_back, "a text is preempted and comes back from the pool", 90.0)
+        assert cluster.metric("baton_handoff_fallbacks_total") == 0, "nobody began anew"
 
 
 def _two_free_ports() -> int:
