@@ -28,7 +28,6 @@ from baton.layout import SPARE_BLOCKS
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import WorkerHello
 from baton.rpc.identity import PeerRole
-from baton.telemetry.logs import get_logger
 from baton.telemetry.otel import open_tracer
 from baton.telemetry.tracing import Tracer
 from baton.version import version
@@ -63,8 +62,6 @@ if TYPE_CHECKING:
     from baton_vllm.build import BuiltVllm
     from baton_worker.service import WorkerService
     from prefill_worker.sink import TransferSink
-
-_log = get_logger(__name__)
 
 
 async def run_router(child: Child) -> None:

@@ -10,6 +10,7 @@ whose block it is. A group with fewer layers than others leaves the last ones of
 handed off with the others.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from baton.errors import ConfigError, InvariantError
 from baton.ids import LayerName
-from baton.layout import DTYPE_BYTES, SPARE_BLOCKS, KvLayout
+from baton.layout import DTYPE_BYTES, KvLayout
 from baton_engine.ports import ArenaAllocator, ArenaBytes
 
 
@@ -41,6 +42,7 @@ class VllmArena(TorchFunctionMode):
         self._pages = 0
         self._layer_index: dict[str, int] = {}
         self._layers_at: tuple[int, ...] = ()
+        self._computed_at: Counter[int] = Counter()
 
     def __torch_function__(
         self,
@@ -145,22 +147,25 @@ class VllmArena(TorchFunctionMode):
 
     @property
     def num_pages(self) -> int:
-        """All of them."""
+        """With vLLM's null block, the first, and the spare one, the last."""
         return self._pages
 
-    @property
-    def num_blocks(self) -> int:
-        """Pages before the spare one, the first of which is vLLM's null block."""
-        return self._pages - SPARE_BLOCKS
+    def computed(self, name: str) -> int | None:
+        """One of vLLM's layers is computed, as each is once in a step.
 
-    def layer_index(self, name: str) -> int | None:
-        """Index into `KvLayout.layers` of one of vLLM's layers; None for one that has no KV of its own."""
-        return self._layer_index.get(name)
-
-    @property
-    def layers_at(self) -> tuple[int, ...]:
-        """How many of vLLM's layers lie at each index: one of each group, but for groups that have fewer."""
-        return self._layers_at
+        Returns:
+            The index into `KvLayout.layers` of which all are computed with it: a layer of each group lies there, but for
+            groups that have fewer, and they follow each other closely in a model. None where others are still to come,
+            and for a layer that has no KV of its own.
+        """
+        index = self._layer_index.get(name)
+        if index is None:
+            return None
+        self._computed_at[index] += 1
+        if self._computed_at[index] < self._layers_at[index]:
+            return None
+        self._computed_at[index] = 0
+        return index
 
 
 def _by_address(

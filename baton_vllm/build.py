@@ -106,59 +106,17 @@ def build_vllm_engine(
     progress("importing vLLM", None)
     from baton_vllm.arena import VllmArena
 
-    hand_offs, pool_pages, arena = VllmHandOffs(sink), VllmPoolPages(), VllmArena(memory)
-    adapters = read_adapters(model.lora_modules)
+    hand_offs = VllmHandOffs(sink)
     ranks = WorkerRanks(rank_memories, hand_offs, sink) if rank_memories else None
-    shared = _Shared(hand_offs, pool_pages, arena, ranks)
+    shared = _Shared(hand_offs, VllmPoolPages(), VllmArena(memory), ranks)
+    adapters = read_adapters(model.lora_modules)
     core, vllm_config = _open(model, config, shared, adapters, progress)
     from baton_vllm.core import VllmCore
-    from baton_vllm.window_groups import longest, windows_of
 
-    groups = core.scheduler.kv_cache_config.kv_cache_groups
-    block_tokens, windows = _block_tokens(groups), windows_of(groups)
-    rank_layouts: list[KvLayout] = []
-    if ranks is not None:
-        try:
-            rank_layouts = ranks.layouts(vllm_config.model_config.get_total_num_kv_heads())
-        except ConfigError as error:
-            arena.misfit = error
-    if arena.misfit is not None:
-        if role is not Role.HYBRID:
-            core.shutdown()  # ranks are processes
-            raise arena.misfit
-        logger.warning("this worker hands nothing off, and has no part in a pool: %s", arena.misfit)
-    elif windows:
-        logger.warning(
-            "this worker has no part in a pool: layers keep windows of %s tokens, 0 for all",
-            "/".join(str(window) for window in windows),
-        )
-    elif ranks is not None:
-        logger.warning("this worker has no part in a pool: its pages lie on several ranks")
-    if rank_layouts:
-        layout = rank_layouts[0].whole
-    elif arena.misfit is None:
-        layout = arena.layout
-    else:
-        layout = _layout(core, _fingerprint(core, vllm_config, ranks, adapters), windows)
-    scheduling = vllm_config.scheduler_config
-    # One is vLLM's null block; the spare one has been taken out of its pool.
-    num_blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
-    limits = EngineLimits(
-        max_num_seqs=scheduling.max_num_seqs,
-        max_num_batched_tokens=scheduling.max_num_batched_tokens,
-        max_model_len=longest(
-            groups,
-            num_blocks=num_blocks,
-            step_tokens=scheduling.max_num_batched_tokens,
-            max_model_len=vllm_config.model_config.max_model_len,
-        )
-        if windows
-        else vllm_config.model_config.max_model_len,
-        block_tokens=block_tokens,
-        num_blocks=num_blocks,
-        vocab_size=vllm_config.model_config.get_vocab_size(),
-        adapters=frozenset(adapter.name for adapter in adapters),
-    )
+    layout = _layout(core, vllm_config, role, shared, adapters)
+    limits = _limits(core, vllm_config, layout.windows, adapters)
+    if pools := _pools(shared, layout):
+        shared.pool_pages.name_by(secret, layout)
     # Here, for it imports torch: workers without a model look at this module, too.
     from baton_engine.models.config import resolve_model
 
@@ -182,24 +140,19 @@ def build_vllm_engine(
         hosted,
         hand_offs,
         limits,
-        pool_pages=pool_pages,
+        pool_pages=shared.pool_pages,
         stop_ids=frozenset(eos_ids),
         take_block_changes=names.take,
     )
     core.model_executor.register_failure_callback(
         lambda: host.fail(EngineError("a rank of vLLM's has ended"))
     )
-    hands_off = arena.misfit is None
-    if hands_off:
-        num_blocks = arena.num_blocks if ranks is None else ranks.num_pages - SPARE_BLOCKS
-    if pools := hands_off and not windows and ranks is None:
-        pool_pages.name_by(secret, layout)
     return BuiltVllm(
         host=host,
         layout=layout,
         limits=limits,
-        num_blocks=num_blocks,
-        hands_off=hands_off,
+        num_blocks=limits.num_blocks if shared.misfit else shared.num_pages - SPARE_BLOCKS,
+        hands_off=shared.misfit is None,
         pools=pools,
         grammar_counts=None if grammars is None else grammars.counts,
     )
@@ -213,6 +166,16 @@ class _Shared:
     pool_pages: VllmPoolPages
     arena: "VllmArena"
     ranks: WorkerRanks | None
+
+    @property
+    def misfit(self) -> ConfigError | None:
+        """Why pages cannot be handed off."""
+        return self.arena.misfit
+
+    @property
+    def num_pages(self) -> int:
+        """Of the arena, or of each rank's; with the spare one."""
+        return self.arena.num_pages if self.ranks is None else self.ranks.num_pages
 
 
 def _open(
@@ -346,30 +309,94 @@ def _block_tokens(groups: Sequence[Any]) -> int:
     return sizes.pop()
 
 
-def _fingerprint(
+def _layout(
+    core: Any, vllm_config: Any, role: Role, shared: _Shared, adapters: Sequence[Adapter]
+) -> KvLayout:
+    """Of the pages, of all ranks together.
+
+    Raises:
+        ConfigError: They would have to be handed off, and cannot be.
+    """
+    if shared.ranks is not None:
+        try:
+            heads = vllm_config.model_config.get_total_num_kv_heads()
+            return shared.ranks.layouts(heads)[0].whole
+        except ConfigError as error:
+            shared.arena.misfit = error
+    if shared.misfit is None:
+        return shared.arena.layout
+    if role is not Role.HYBRID:
+        core.shutdown()  # ranks are processes
+        raise shared.misfit
+    return _layout_that_stays(core, vllm_config, shared.ranks, adapters)
+
+
+def _layout_that_stays(
     core: Any, vllm_config: Any, ranks: WorkerRanks | None, adapters: Sequence[Adapter]
-) -> str:
-    """What decides the bytes of pages that are not handed off; where the model is in the ranks' processes they know it."""
-    if ranks is not None:
-        return ranks.fingerprint
+) -> KvLayout:
+    """Of pages that are not handed off. Where the model is in the ranks' processes they know what decides the bytes."""
     from baton_vllm.arena import fingerprint_of
     from baton_vllm.connector import page_facts
+    from baton_vllm.window_groups import windows_of
 
-    return fingerprint_of(page_facts(vllm_config, core.scheduler.kv_cache_config, adapters))
-
-
-def _layout(core: Any, fingerprint: str, windows: tuple[int, ...]) -> KvLayout:
-    """Of pages that are not handed off."""
-    groups = core.scheduler.kv_cache_config.kv_cache_groups
-    spec = groups[0].kv_cache_spec
+    config = core.scheduler.kv_cache_config
+    spec = config.kv_cache_groups[0].kv_cache_spec
     return KvLayout(
-        model_fingerprint=fingerprint,
+        model_fingerprint=fingerprint_of(page_facts(vllm_config, config, adapters))
+        if ranks is None
+        else ranks.fingerprint,
         dtype=str(spec.dtype).removeprefix("torch."),
         block_tokens=spec.block_size,
         num_kv_heads=getattr(spec, "num_kv_heads", 1),
         head_dim=getattr(spec, "head_size", 1),
-        layers=tuple(LayerName(name) for group in groups for name in group.layer_names),
-        windows=windows,
+        layers=tuple(
+            LayerName(name) for group in config.kv_cache_groups for name in group.layer_names
+        ),
+        windows=windows_of(config.kv_cache_groups),
+    )
+
+
+def _pools(shared: _Shared, layout: KvLayout) -> bool:
+    """Whether a pool can hold the pages; why not is logged."""
+    no_part = "this worker has no part in a pool"
+    if shared.misfit is not None:
+        logger.warning(
+            "this worker hands nothing off, and has no part in a pool: %s", shared.misfit
+        )
+    elif layout.windows:
+        windows = "/".join(str(window) for window in layout.windows)
+        logger.warning("%s: layers keep windows of %s tokens, 0 for all", no_part, windows)
+    elif shared.ranks is not None:
+        logger.warning("%s: its pages lie on several ranks", no_part)
+    else:
+        return True
+    return False
+
+
+def _limits(
+    core: Any, vllm_config: Any, windows: Sequence[int], adapters: Sequence[Adapter]
+) -> EngineLimits:
+    from baton_vllm.window_groups import longest
+
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
+    scheduling, max_model_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    # One is vLLM's null block; the spare one has been taken out of its pool.
+    num_blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+    if windows:
+        max_model_len = longest(
+            groups,
+            num_blocks=num_blocks,
+            step_tokens=scheduling.max_num_batched_tokens,
+            max_model_len=max_model_len,
+        )
+    return EngineLimits(
+        max_num_seqs=scheduling.max_num_seqs,
+        max_num_batched_tokens=scheduling.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_tokens=_block_tokens(groups),
+        num_blocks=num_blocks,
+        vocab_size=vllm_config.model_config.get_vocab_size(),
+        adapters=frozenset(adapter.name for adapter in adapters),
     )
 
 

@@ -138,7 +138,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._block_tokens,
             self._windows,
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
-            layers_at=self._arena.layers_at,
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -155,8 +154,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
         """A layer of the step is computed."""
-        if (index := self._arena.layer_index(layer_name)) is not None:
-            self._hand_offs.layer_computed(index)
+        if (index := self._arena.computed(layer_name)) is not None:
+            self._layer_computed(index)
+
+    def _layer_computed(self, layer_index: int) -> None:
+        self._hand_offs.layer_computed(layer_index)
 
     def wait_for_save(self) -> None:
         """Pages are kept for as long as they are read, so that no step waits for it."""

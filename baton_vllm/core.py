@@ -1,5 +1,4 @@
-"""vLLM's `EngineCore` in this process, as a `CorePort`. The only module, with `baton_vllm.build`,
-that needs vLLM to be imported.
+"""vLLM's `EngineCore` in this process, as a `CorePort`.
 
 Its loop is that of vLLM's own `InprocClient` (v1/engine/core_client.py).
 """

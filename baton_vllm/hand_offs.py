@@ -15,7 +15,6 @@ Where layers form groups a request has a table of blocks for each, in which bloc
 null block. Handed off are the pages that the prompt's end needs, in the order of `baton.page_order`.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -95,8 +94,6 @@ class VllmHandOffs:
         self._block_tokens = 0
         self._windows: Sequence[int] = (0,)
         self._step_tokens = 0
-        self._layers_at: Sequence[int] = ()
-        self._computed_at: Counter[int] = Counter()
         self._sequences: dict[SeqId, _Sequence] = {}
         self._events: list[SeqEvent] = []
         self._exports: list[PageExport] = []
@@ -108,7 +105,6 @@ class VllmHandOffs:
         windows: Sequence[int] = (),
         *,
         step_tokens: int = 0,
-        layers_at: Sequence[int] = (),
     ) -> None:
         """What vLLM decides when it allocates its cache.
 
@@ -116,11 +112,9 @@ class VllmHandOffs:
             block_tokens: Tokens in a block.
             windows: Of the groups of layers (`baton.page_order`).
             step_tokens: The most that one step computes.
-            layers_at: How many layers lie at each index of an arena's layers, all of them in different groups;
-                empty where it is one at each.
         """
         self._block_tokens, self._windows = block_tokens, windows or (0,)
-        self._step_tokens, self._layers_at = step_tokens, layers_at
+        self._step_tokens = step_tokens
 
     # The host: one call per command.
 
@@ -314,14 +308,8 @@ class VllmHandOffs:
     # vLLM's worker.
 
     def layer_computed(self, layer_index: int) -> None:
-        """One of the layers at an index is computed. The pages that this step completes are told with the last of them:
-        each holds the KV of one group, and the groups' layers at one index follow each other closely in a model.
-        """
-        if not self._exports or self._sink is None:
-            return
-        self._computed_at[layer_index] += 1
-        layers = self._layers_at[layer_index] if self._layers_at else 1
-        if self._computed_at[layer_index] == layers:
+        """The pages that this step completes hold the KV of one of the arena's layers."""
+        if self._exports and self._sink is not None:
             self._sink.save_kv_layer(LayerReady(layer_index=layer_index, exports=self._exports))
 
     @property
@@ -351,7 +339,6 @@ class VllmHandOffs:
         """
         sent, received = self.named()
         self._exports, self._one_waits = [], False
-        self._computed_at.clear()
         for sequence in tuple(self._sequences.values()):
             if sequence.state is _S.ENDING:
                 self._forget(sequence)

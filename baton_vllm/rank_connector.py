@@ -3,7 +3,6 @@ as ever, in the worker's process; the halves in the ranks tell and are told.
 """
 
 import os
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,6 @@ class RankConnector(BatonConnector):
         elif role is KVConnectorRole.WORKER:
             self._link = ranks.take(self._vllm_config.parallel_config.rank)
             self._arena = VllmArena(self._link)
-            self._step = 0
-            self._computed_at: Counter[int] = Counter()
 
     # Its worker's half.
 
@@ -78,23 +75,9 @@ class RankConnector(BatonConnector):
         else:
             self._link.tell_pages(self._arena.layout, self._arena.num_pages)
 
-    def save_kv_layer(
-        self,
-        layer_name: str,
-        kv_layer: torch.Tensor,  # noqa: ARG002
-        attn_metadata: Any,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ARG002
-    ) -> None:
-        """A layer of the step is computed, as far as it is this rank's; told with the last one that lies at its index."""
+    def _layer_computed(self, layer_index: int) -> None:
         step = 0 if self._connector_metadata is None else self._connector_metadata.step
-        layer_index = self._arena.layer_index(layer_name)
-        if not step or layer_index is None:
-            return
-        if step != self._step:
-            self._step = step
-            self._computed_at.clear()
-        self._computed_at[layer_index] += 1
-        if self._computed_at[layer_index] == self._arena.layers_at[layer_index]:
+        if step:
             self._link.layer_computed(step, layer_index)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:  # noqa: ARG002

@@ -7,6 +7,7 @@ turned off. The layers are known once the model is loaded, and the choice is mad
 """
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -81,10 +82,11 @@ def keep_one_more(groups: Sequence[Any]) -> None:
 
 def longest(groups: Sequence[Any], *, num_blocks: int, step_tokens: int, max_model_len: int) -> int:
     """The longest text that can be computed with `num_blocks`, by vLLM's own bound."""
-    length = max_model_len
-    while length > 0 and num_blocks < sum(_most(g, step_tokens, length) for g in groups):
-        length -= 1
-    return length
+
+    def wanted(length: int) -> int:
+        return sum(_most(group, step_tokens, length) for group in groups)
+
+    return bisect_right(range(max_model_len + 1), num_blocks, key=wanted) - 1
 
 
 def _most(group: Any, step_tokens: int, num_tokens: int) -> int:

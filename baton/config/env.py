@@ -25,8 +25,8 @@ STANDARD = {
 }
 """Variables of other standards that give a setting, unless ours does; of two the later one wins."""
 
-_SPINS = "1000"
 _RAY_HEAD_WAIT_S = 30 * 24 * 3600
+_SPINS = "1000"  # of GNU's runtime, which torch brings; with the policy alone threads sleep at once
 
 # Kubernetes describes each service of the namespace in variables of these forms. A service named `baton-router` thus
 # makes BATON_ROUTER_SERVICE_HOST and even BATON_ROUTER_PORT=tcp://10.0.0.7:8000, which is not meant as a setting.
@@ -107,9 +107,7 @@ def have_threads_sleep(environ: MutableMapping[str, str]) -> None:
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environ.keys():
         environ["OMP_WAIT_POLICY"] = "passive"
-        environ["GOMP_SPINCOUNT"] = (
-            _SPINS  # GNU's runtime, which torch brings; others sleep at once
-        )
+        environ["GOMP_SPINCOUNT"] = _SPINS
 
 
 def quiet_grpc() -> None:

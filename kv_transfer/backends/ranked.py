@@ -89,6 +89,8 @@ class RankedSender:
         if len(given) != len(self._senders):
             raise TransferError(f"the peer lets {len(given)} of {len(self._senders)} ranks in")
         regions = [split_handle(each) for each in given]
+        if len({len(parts) for parts in regions}) > 1:
+            raise TransferError("the peer lets some ranks in to more regions than others")
         if len(given) == len(regions[0]) == 1:
             return self._senders[0].connect(handle, layout, peer, lease)
         sources = rank_layouts(layout, len(self._senders))

@@ -164,7 +164,7 @@ class Engine:
                 )
 
     def page(self, layer: int, block: BlockId) -> memoryview:
-        layout, num_pages = self.arena.layout, self.arena.num_blocks + 1
+        layout, num_pages = self.arena.layout, self.arena.num_pages
         first = layout.layer_offset(layer, num_pages) + block * layout.page_layer_bytes
         return self.memory.span.host_view[first : first + layout.page_layer_bytes]
 

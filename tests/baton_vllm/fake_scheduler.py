@@ -57,8 +57,7 @@ class FakeVllm:
         windows: Sequence[int] = (),
     ) -> None:
         self.windows = windows or (0,)
-        layers_at = [len(self.windows)] * NUM_LAYERS
-        hand_offs.use_blocks_of(block_tokens, windows, step_tokens=budget, layers_at=layers_at)
+        hand_offs.use_blocks_of(block_tokens, windows, step_tokens=budget)
         self.hand_offs = hand_offs
         self.pool_pages = pool_pages or VllmPoolPages()
         self.block_tokens, self.budget = block_tokens, budget
@@ -93,8 +92,7 @@ class FakeVllm:
         self.scheduled(scheduled)
         if scheduled:
             for layer in range(NUM_LAYERS):
-                for _ in self.windows:
-                    self.hand_offs.layer_computed(layer)
+                self.hand_offs.layer_computed(layer)
         sent, received = self.hand_offs.after_step()
         received |= self.pool_pages.after_step()
         self._lose(self.pool_pages.take_lost_blocks())

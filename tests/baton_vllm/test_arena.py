@@ -63,10 +63,9 @@ def test_layout_is_that_of_the_views_without_the_spare_page_and_names_what_decid
     assert layout.layers == ("layers.0", "layers.1", "layers.2")
     assert (layout.num_kv_heads, layout.head_dim, layout.dtype) == (HEADS, WIDTH // 2, "float32")
     assert layout.page_layer_bytes == PAGE
-    assert arena.num_blocks == PAGES - 1
-    assert arena.layer_index("layers.2") == 2
-    assert arena.layer_index("shares the last") is None
-    assert arena.layers_at == (1, 1, 1)
+    assert arena.num_pages == PAGES
+    assert arena.computed("layers.2") == 2
+    assert arena.computed("shares the last") is None
     first = layout.layer_offset(1, PAGES) + 2 * PAGE
     assert bytes(memory.span.host_view[first : first + PAGE]) == bytes(
         seen["layers.1"][2].view(torch.uint8).numpy()
@@ -83,9 +82,20 @@ def test_groups_share_the_arena_and_one_with_fewer_layers_leaves_the_last_of_its
 
     assert arena.layout.layers == ("full.0+window.0", "full.1+window.1", "full.2")
     assert arena.layout.windows == (0, 48)
-    assert [arena.layer_index(name) for name in seen] == [0, 1, 2, 0, 1]
-    assert arena.layers_at == (2, 2, 1)
     assert arena.layout.num_blocks_for(100) == 7 + 4
+
+
+def test_a_layer_is_told_once_all_groups_have_computed_theirs_in_every_step():
+    _, arena, cache = allocated()
+    at = views(cache)
+    groups = [["full.0", "full.1", "full.2"], ["window.0", "window.1"], ["more.0", "more.1"]]
+    seen = {name: at[f"layers.{name[-1]}"] for names in groups for name in names}
+    arena.register(seen, groups, block_tokens=TOKENS, windows=(0, 48, 0), facts=FACTS)
+
+    order = ["window.1", "full.1", "window.0", "more.0", "full.0", "full.2", "more.1"]
+    for _ in range(2):
+        told = [arena.computed(name) for name in order]
+        assert told == [None, None, None, None, 0, 2, 1]
 
 
 def test_a_layer_of_a_group_whose_pages_are_of_another_shape_is_refused_by_its_name():

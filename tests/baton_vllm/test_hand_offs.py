@@ -245,22 +245,6 @@ def test_of_a_group_with_a_window_only_what_the_prompts_end_attends_to_is_kept_a
     assert world.pages == {(seq_id, layer): told for layer in range(NUM_LAYERS)}
 
 
-def test_a_layer_is_told_once_all_groups_have_computed_theirs(monkeypatch: pytest.MonkeyPatch):
-    world = World(windows=(0, 5, 0))
-    world.submit("prefill", 0, 4)
-    told: list[int] = []
-
-    def scheduled(_: object) -> None:
-        for layer, of_groups in ((1, 2), (0, 3), (1, 1)):
-            for _ in range(of_groups):
-                world.hand_offs.layer_computed(layer)
-            told.append(len(world.pages))
-
-    monkeypatch.setattr(world.vllm, "scheduled", scheduled)
-    world.vllm.step()
-    assert told == [0, 1, 2]
-
-
 def test_a_received_prompt_has_no_blocks_that_have_left_a_window_and_holds_what_all_groups_have():
     world = World(num_blocks=40, windows=(0, 5))
     world.submit("generate", 0, 17)

@@ -25,7 +25,7 @@ from kv_transfer.backends.ranked import (
     ranked_hashing,
 )
 from kv_transfer.backends.shm import ShmReceiver, ShmSender
-from kv_transfer.handles import handle_for, join_handles, revoke_for
+from kv_transfer.handles import handle_for, join_handles, revoke_for, split_handle
 from kv_transfer.heads import plan_link
 from kv_transfer.memory.checksum import find_corruption, fold
 from kv_transfer.memory.page_hash import ArenaHashes, Checksum
@@ -268,3 +268,14 @@ def test_a_receiver_that_lets_one_rank_in_is_refused_by_a_sender_with_more(
 
     with pytest.raises(TransferError, match="lets 1 of 2 ranks in"):
         here.sender.connect(there.receiver.handle(), WHOLE)
+
+
+def test_a_handle_with_fewer_regions_for_one_rank_than_for_another_is_refused(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    there = Worker(stack, tmp_path, 2, THERE)
+    here = Worker(stack, tmp_path / "here", 2, HERE)
+    whole = there.receiver.handle()
+
+    with pytest.raises(TransferError, match="more regions than others"):
+        here.sender.connect(join_handles([whole, split_handle(whole)[0]]), WHOLE)
