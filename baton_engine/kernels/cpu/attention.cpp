@@ -5,7 +5,8 @@
 //
 //   pages [num_blocks, num_kv_heads, 2, block_tokens, head_dim]     query, out [num_tokens, num_heads, head_dim]
 
-#include "attention_tile.h"
+#include "attention_float.h"
+#include "attention_pairs.h"
 
 #include <omp.h>
 
@@ -19,6 +20,16 @@ template <typename T, typename K>
 int64_t share(const Attention<T, K>& call, int64_t tiles) {
     bool decodes = tiles == call.num_rows && tiles >= 4 * omp_get_num_threads();
     return decodes ? call.num_kv_heads : 1;
+}
+
+template <typename T, typename K>
+void attend_tile(const Attention<T, K>& call, Scratch& scratch, int64_t row, int64_t head, int64_t first,
+                 int64_t last) {
+#ifdef __AVX512F__
+    if constexpr (std::is_same_v<T, bfloat16> && std::is_same_v<K, bfloat16>)
+        if (PairTile::takes(call)) return PairTile(call, scratch, row, head, first, last).attend();
+#endif
+    FloatTile<T, K>(call, scratch, row, head, first, last).attend();
 }
 
 }  // namespace
@@ -51,7 +62,7 @@ void attend(const Attention<T, K>& call, const std::vector<int64_t>& first_tiles
         int64_t row = after - first_tiles.begin() - 1;
         int64_t length = call.query_starts[row + 1] - call.query_starts[row];
         int64_t first = (tile - first_tiles[row]) * tokens;
-        Tile<T, K>(call, scratch, row, head, first, std::min(first + tokens, length)).attend();
+        attend_tile(call, scratch, row, head, first, std::min(first + tokens, length));
     }
 }
 

@@ -1,5 +1,5 @@
 // The small products of attention: rows of keys or values that lie anywhere, each as it is stored, times what a tile
-// has made. What is stored as bfloat16 is widened in registers on the way, or multiplied in pairs as it is.
+// has made. What is stored as bfloat16 is widened in registers on the way.
 #pragma once
 
 #include <type_traits>
@@ -49,37 +49,8 @@ void multiply_block(const float* const* a, int64_t step, const E* const* b, int6
         for (int v = 0; v < V; v++) store(c + i * stride + col + v * LANES, acc[i][v]);
 }
 
-// Two numbers of bfloat16 that lie side by side: one instruction of avx512_bf16 multiplies them with two others, and
-// adds both products. It takes what is too small to be normal for zero. Its memory may have another type.
-typedef uint32_t Pair;
-
-#ifdef __AVX512F__
-// The same of pairs; `depth` counts them. Nothing is sent for.
-template <int R, int V, typename E>
-__attribute__((noinline, target("avx512bf16"))) void multiply_block(const Pair* const* a, int64_t step, const Pair* const* b,
-                                                                    int64_t depth, int64_t col, float* c, int64_t stride,
-                                                                    bool add, const Pair* const*) {
-    __m512 acc[R][V];
-    for (int i = 0; i < R; i++)
-        for (int v = 0; v < V; v++)
-            acc[i][v] = add ? _mm512_loadu_ps(c + i * stride + col + v * LANES) : _mm512_setzero_ps();
-    for (int64_t t = 0; t < depth; t++) {
-        __m512bh row[V];
-        for (int v = 0; v < V; v++) row[v] = (__m512bh)_mm512_loadu_si512(b[t] + col + v * LANES);
-        for (int i = 0; i < R; i++) {
-            int32_t pair;
-            std::memcpy(&pair, a[i] + t * step, sizeof pair);
-            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-            for (int v = 0; v < V; v++) acc[i][v] = _mm512_dpbf16_ps(acc[i][v], both, row[v]);
-        }
-    }
-    for (int i = 0; i < R; i++)
-        for (int v = 0; v < V; v++) _mm512_storeu_ps(c + i * stride + col + v * LANES, acc[i][v]);
-}
-#endif
-
-template <int R, typename A, typename E>
-void multiply_rows(const A* const* a, int64_t step, const E* const* b, int64_t depth, int64_t cols,
+template <int R, typename E>
+void multiply_rows(const float* const* a, int64_t step, const E* const* b, int64_t depth, int64_t cols,
                    float* c, int64_t stride, bool add, const E* const* ahead) {
     int64_t col = 0;
     for (; col + VECTORS * LANES <= cols; col += VECTORS * LANES)
@@ -90,8 +61,8 @@ void multiply_rows(const A* const* a, int64_t step, const E* const* b, int64_t d
 }
 
 // c[rows][cols] (+)= a * b; `cols` is a multiple of LANES.
-template <typename A, typename E>
-void multiply(const A* const* a, int64_t step, const E* const* b, int64_t rows, int64_t depth,
+template <typename E>
+void multiply(const float* const* a, int64_t step, const E* const* b, int64_t rows, int64_t depth,
               int64_t cols, float* c, int64_t stride, bool add, const E* const* ahead = nullptr) {
     int64_t i = 0;
     for (; i + ROWS <= rows; i += ROWS, ahead = nullptr)

@@ -1,0 +1,313 @@
+// A tile of attention where all is bfloat16, for processors with avx512_bf16: one instruction multiplies pairs of
+// numbers that lie side by side and adds both products. It takes what is too small to be normal for zero.
+//
+// With many queries a lane is a query: keys are broadcast against the transposed queries, then weights against pairs of
+// values; weights are rounded to bfloat16 before they meet the values, as FlashAttention-2 does. With few (decode) a
+// lane is a pair of the head, and weights stay as they are: there the memory is what costs, so the next keys and values
+// are sent for meanwhile.
+#pragma once
+
+#include "attention_products.h"
+#include "attention_tile.h"
+
+#ifdef __AVX512F__
+
+namespace baton {
+
+#define BATON_PAIRS __attribute__((target("avx512bf16")))
+
+typedef uint32_t Pair;  // its memory may have another type
+
+constexpr int64_t PAIRED = 2 * LANES;  // numbers of a vector of pairs
+constexpr int ABREAST = 4;             // rows, and vectors of columns, that are summed side by side in registers
+
+// Where the 16-bit halves of two vectors go when they are interleaved, from number `first` of each on.
+struct Interleaving {
+    alignas(64) uint16_t places[PAIRED];
+    constexpr explicit Interleaving(int first) : places() {
+        for (int i = 0; i < PAIRED; i++) places[i] = static_cast<uint16_t>(first + i / 2 + i % 2 * PAIRED);
+    }
+    __m512i of(__m512i a, __m512i b) const { return _mm512_permutex2var_epi16(a, _mm512_load_si512(places), b); }
+};
+constexpr Interleaving LOWER(0), UPPER(LANES);
+
+// 2^x for x <= 0, within 2e-7; what is not a number stays none.
+inline __m512 power_of_two(__m512 x) {
+    // A polynomial of the part behind the point, fitted for the least relative error, exact at 0.
+    __m512 part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __m512 power = _mm512_set1_ps(1.8671300794e-03f);
+    for (float next : {9.0170302959e-03f, 5.5799913130e-02f, 2.4016445014e-01f, 6.9315131181e-01f, 1.0f})
+        power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(next));
+    return _mm512_scalef_ps(power, x);
+}
+
+// The sums of sixteen vectors; vector i's is in lane i with its four bits reversed. Overwrites them.
+inline __m512 sums_of_16(__m512* sums) {
+    for (int i = 0; i < 8; i++)
+        sums[i] = _mm512_add_ps(_mm512_unpacklo_ps(sums[i], sums[i + 8]), _mm512_unpackhi_ps(sums[i], sums[i + 8]));
+    for (int i = 0; i < 4; i++) {
+        __m512d a = _mm512_castps_pd(sums[i]), b = _mm512_castps_pd(sums[i + 4]);
+        sums[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    for (int count = 2; count > 0; count /= 2)
+        for (int i = 0; i < count; i++)
+            sums[i] = _mm512_add_ps(_mm512_shuffle_f32x4(sums[i], sums[i + count], 0x88),
+                                    _mm512_shuffle_f32x4(sums[i], sums[i + count], 0xdd));
+    return sums[0];
+}
+
+// What a product's sums begin with: nothing, or what stands there times a factor of its row.
+enum class From { ZERO, RESCALED };
+
+// c[i][..] (from) + sum over t of the pairs a[i][t * step] * b[t][..], ABREAST rows by V vectors.
+template <int V, From FROM>
+BATON_PAIRS __attribute__((noinline)) void multiply_in_pairs(const Pair* const* a, int64_t step, const Pair* b,
+                                                             int64_t b_stride, int64_t depth, float* c,
+                                                             int64_t c_stride, const float* factors) {
+    __m512 sums[ABREAST][V];
+    BATON_UNROLL for (int i = 0; i < ABREAST; i++)
+        BATON_UNROLL for (int v = 0; v < V; v++) {
+            sums[i][v] = FROM == From::ZERO ? _mm512_setzero_ps() : _mm512_loadu_ps(c + i * c_stride + v * LANES);
+            if (FROM == From::RESCALED) sums[i][v] = _mm512_mul_ps(sums[i][v], _mm512_set1_ps(factors[i]));
+        }
+    for (int64_t t = 0; t < depth; t++) {
+        __m512bh line[V];
+        BATON_UNROLL for (int v = 0; v < V; v++) line[v] = (__m512bh)_mm512_loadu_si512(b + t * b_stride + v * LANES);
+        BATON_UNROLL for (int i = 0; i < ABREAST; i++) {
+            int32_t pair;
+            std::memcpy(&pair, a[i] + t * step, sizeof pair);
+            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            BATON_UNROLL for (int v = 0; v < V; v++) sums[i][v] = _mm512_dpbf16_ps(sums[i][v], both, line[v]);
+        }
+    }
+    BATON_UNROLL for (int i = 0; i < ABREAST; i++)
+        BATON_UNROLL for (int v = 0; v < V; v++) _mm512_storeu_ps(c + i * c_stride + v * LANES, sums[i][v]);
+}
+
+// The same for `cols` columns, a multiple of LANES.
+template <From FROM>
+void multiply_rows_in_pairs(const Pair* const* a, int64_t step, const Pair* b, int64_t b_stride, int64_t depth,
+                            int64_t cols, float* c, int64_t c_stride, const float* factors = nullptr) {
+    int64_t col = 0;
+    for (; col + ABREAST * LANES <= cols; col += ABREAST * LANES)
+        multiply_in_pairs<ABREAST, FROM>(a, step, b + col, b_stride, depth, c + col, c_stride, factors);
+    with_count<ABREAST - 1>((cols - col) / LANES, [&](auto vectors) {
+        multiply_in_pairs<vectors, FROM>(a, step, b + col, b_stride, depth, c + col, c_stride, factors);
+    });
+}
+
+// sums[i][..] = those times the factor of row i, plus weights[i] times the values' columns from `col` on, R rows by V
+// vectors of pairs, of which the first numbers come before the second ones. `ahead`, where there is one, has the values
+// that follow.
+template <int R, int V>
+__attribute__((noinline)) void add_values(const float* weights, const float* factors, const bfloat16* const* values,
+                                          int64_t keys, int64_t col, float* sums, int64_t width,
+                                          const bfloat16* const* ahead) {
+    __m512 acc[R][2 * V];
+    BATON_UNROLL for (int i = 0; i < R; i++)
+        BATON_UNROLL for (int v = 0; v < 2 * V; v++)
+            acc[i][v] = _mm512_mul_ps(_mm512_set1_ps(factors[i]), _mm512_loadu_ps(sums + i * width + col + v * LANES));
+    const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
+    for (int64_t j = 0; j < keys; j++) {
+        if (ahead) bring_near(ahead[j] + col, V * PAIRED);
+        __m512 value[2 * V];
+        BATON_UNROLL for (int v = 0; v < V; v++) {
+            __m512i both = _mm512_loadu_si512(values[j] + col + v * PAIRED);
+            value[2 * v] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+            value[2 * v + 1] = _mm512_castsi512_ps(_mm512_and_si512(both, upper));
+        }
+        BATON_UNROLL for (int i = 0; i < R; i++) {
+            __m512 weight = _mm512_set1_ps(weights[i * KEYS + j]);
+            BATON_UNROLL for (int v = 0; v < 2 * V; v++) acc[i][v] = _mm512_fmadd_ps(weight, value[v], acc[i][v]);
+        }
+    }
+    BATON_UNROLL for (int i = 0; i < R; i++)
+        BATON_UNROLL for (int v = 0; v < 2 * V; v++) _mm512_storeu_ps(sums + i * width + col + v * LANES, acc[i][v]);
+}
+
+class PairTile : Tile<bfloat16, bfloat16> {
+   public:
+    using Tile::Tile;
+
+    static bool takes(const Attention<bfloat16, bfloat16>& call) { return call.pairs && call.head_dim % PAIRED == 0; }
+
+    void attend() {
+        begin();
+        count <= FEW ? attend_few() : attend_many();
+    }
+
+   private:
+    // Scores are powers of two from here on: a score times this is an exponent.
+    float exponent() const { return call.scale * 1.44269504088896341f; }
+
+    void attend_many() {
+        Pair *queries = reinterpret_cast<Pair*>(at.queries), *values = reinterpret_cast<Pair*>(at.values);
+        const Pair *rows[KEYS], *weights = reinterpret_cast<const Pair*>(at.scores);
+        std::fill(queries, queries + lanes * width / 2, 0);
+        for (int64_t m = 0; m < count; m++) {
+            const bfloat16* from = query(m);
+            for (int64_t d = 0; d < width / 2; d++) std::memcpy(queries + d * lanes + m, from + 2 * d, sizeof *queries);
+        }
+        Lines<bfloat16> lines;
+        for (int64_t key = first_key(); key < end_position; key += KEYS) {
+            int64_t keys = keys_from(key);
+            look_up(head, key, lines);
+            for (int64_t j = 0; j < KEYS; j++) rows[j] = reinterpret_cast<const Pair*>(lines.keys[j]);
+            for (int64_t j = 0; j < keys; j += ABREAST)
+                multiply_rows_in_pairs<From::ZERO>(rows + j, 1, queries, lanes, width / 2, lanes, at.scores + j * lanes,
+                                                   lanes);
+            weigh_many(key, keys);
+            pair_values(lines.values, keys, values);
+            for (int64_t m = 0; m < lanes; m += ABREAST) {
+                const Pair* four[ABREAST] = {weights + m, weights + m + 1, weights + m + 2, weights + m + 3};
+                multiply_rows_in_pairs<From::RESCALED>(four, lanes, values, width, (keys + 1) / 2, width,
+                                                       at.sums + m * width, width, at.rescale + m);
+            }
+        }
+        finish_many();
+    }
+
+    // Each pair has an element of two values, one after the other; behind an odd last one the same once more.
+    void pair_values(const bfloat16* const* lines, int64_t keys, Pair* to) const {
+        for (int64_t j = 0; j < keys; j += 2, to += width) {
+            const bfloat16 *first = lines[j], *second = lines[std::min(j + 1, keys - 1)];
+            for (int64_t d = 0; d < width; d += PAIRED) {
+                __m512i a = _mm512_loadu_si512(first + d), b = _mm512_loadu_si512(second + d);
+                _mm512_storeu_si512(to + d, LOWER.of(a, b));
+                _mm512_storeu_si512(to + d + LANES, UPPER.of(a, b));
+            }
+        }
+    }
+
+    // scores[key][query] become weights in pairs, [(keys + 1) / 2][lanes], in the place of the first half of the scores;
+    // behind an odd last one is a zero.
+    BATON_PAIRS void weigh_many(int64_t key, int64_t keys) {
+        const __m512 scale = _mm512_set1_ps(exponent());
+        bool masked = partly_hidden(key, keys);
+        for (int64_t m = 0; m < lanes; m += LANES) {
+            float* column = at.scores + m;
+            if (masked) hide(column, m, key, keys);
+            if (keys % 2) _mm512_storeu_ps(column + keys * lanes, _mm512_set1_ps(HIDDEN));
+            __m512 before = _mm512_loadu_ps(at.maxima + m), highest[2] = {before, before};
+            for (int64_t j = 0; j < keys; j += 2)
+                for (int i = 0; i < 2; i++)
+                    highest[i] = _mm512_max_ps(highest[i], _mm512_loadu_ps(column + (j + i) * lanes));
+            __m512 maximum = _mm512_max_ps(highest[0], highest[1]);
+            __m512 shift = _mm512_mul_ps(maximum, scale), total = _mm512_setzero_ps();
+            for (int64_t j = 0; j < keys; j += 2) {
+                const float *even = column + j * lanes, *odd = even + lanes;
+                __m512 first = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(even), scale, shift));
+                __m512 second = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(odd), scale, shift));
+                total = _mm512_add_ps(total, _mm512_add_ps(first, second));
+                _mm512_storeu_si512(column + j / 2 * lanes, rounded_pairs(first, second));
+            }
+            __m512 rescale = power_of_two(_mm512_fmsub_ps(before, scale, shift));
+            _mm512_storeu_ps(at.maxima + m, maximum);
+            _mm512_storeu_ps(at.rescale + m, rescale);
+            _mm512_storeu_ps(at.totals + m, _mm512_fmadd_ps(_mm512_loadu_ps(at.totals + m), rescale, total));
+        }
+    }
+
+    BATON_PAIRS static __m512i rounded_pairs(__m512 first, __m512 second) {
+        __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+        return LOWER.of(both, _mm512_shuffle_i64x2(both, both, 0xee));
+    }
+
+    BATON_PAIRS void finish_many() {
+        for (int64_t m = 0; m < count; m++) {
+            bfloat16* out = answer(m);
+            __m512 inverse = _mm512_set1_ps(1.0f / at.totals[m]);
+            for (int64_t d = 0; d < width; d += PAIRED) {
+                const float* sums = at.sums + m * width + d;
+                __m512 low = _mm512_mul_ps(_mm512_loadu_ps(sums), inverse);
+                __m512 high = _mm512_mul_ps(_mm512_loadu_ps(sums + LANES), inverse);
+                _mm512_storeu_si512(out + d, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+            }
+        }
+    }
+
+    void attend_few() {
+        Lines<bfloat16> rounds[2], *here = rounds, *next = rounds + 1;
+        look_up(head, first_key(), *here);
+        for (int64_t key = first_key(); key < end_position; key += KEYS, std::swap(here, next)) {
+            int64_t keys = keys_from(key);
+            const Lines<bfloat16>* ahead = look_ahead(key + KEYS, *next);
+            for (int64_t m = 0; m < count; m++) {
+                score_few(m, here->keys, keys, ahead && !m ? ahead->keys : nullptr);
+                weigh_few(m, key, keys);
+            }
+            for (int64_t m = 0; m < count; m += ABREAST)
+                with_count<ABREAST>(std::min<int64_t>(ABREAST, count - m), [&](auto rows) {
+                    add_values_few<rows>(m, here->values, keys, ahead && !m ? ahead->values : nullptr);
+                });
+        }
+        finish_few();
+    }
+
+    BATON_PAIRS static __m512bh paired(const bfloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+
+    // scores[query m][key], 16 keys at a time: the last ones may run over `keys`, to where lines must go on.
+    BATON_PAIRS void score_few(int64_t m, const bfloat16* const* lines, int64_t keys, const bfloat16* const* ahead) {
+        const bfloat16* asked = query(m);
+        for (int64_t j = 0; j < keys; j += LANES) {
+            __m512 sums[LANES];
+            BATON_UNROLL for (int k = 0; k < LANES; k++) sums[k] = _mm512_setzero_ps();
+            for (int64_t d = 0; d < width; d += 2 * PAIRED) {
+                bool two = d + PAIRED < width;
+                __m512bh part = paired(asked + d), other = two ? paired(asked + d + PAIRED) : part;
+                BATON_UNROLL for (int k = 0; k < LANES; k++) {
+                    if (ahead) bring_near(ahead[j + k] + d, two ? 2 * PAIRED : PAIRED);
+                    sums[k] = _mm512_dpbf16_ps(sums[k], part, paired(lines[j + k] + d));
+                    if (two) sums[k] = _mm512_dpbf16_ps(sums[k], other, paired(lines[j + k] + d + PAIRED));
+                }
+            }
+            const __m512i reversed = _mm512_setr_epi32(0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15);
+            _mm512_storeu_ps(at.scores + m * KEYS + j, _mm512_permutexvar_ps(reversed, sums_of_16(sums)));
+        }
+    }
+
+    // scores[query m][key] become weights.
+    void weigh_few(int64_t m, int64_t key, int64_t keys) {
+        const __m512 scale = _mm512_set1_ps(exponent());
+        float* line = at.scores + m * KEYS;
+        hide_in_line(line, m, key, keys);
+        __m512 before = _mm512_set1_ps(at.maxima[m]), highest = before;
+        for (int64_t j = 0; j < keys; j += LANES) highest = _mm512_max_ps(highest, _mm512_loadu_ps(line + j));
+        at.maxima[m] = _mm512_reduce_max_ps(highest);
+        __m512 shift = _mm512_mul_ps(_mm512_set1_ps(at.maxima[m]), scale), total = _mm512_setzero_ps();
+        for (int64_t j = 0; j < keys; j += LANES) {
+            __m512 weight = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(line + j), scale, shift));
+            _mm512_storeu_ps(line + j, weight);
+            total = _mm512_add_ps(total, weight);
+        }
+        at.rescale[m] = _mm512_cvtss_f32(power_of_two(_mm512_fmsub_ps(before, scale, shift)));
+        at.totals[m] = at.totals[m] * at.rescale[m] + _mm512_reduce_add_ps(total);
+    }
+
+    template <int R>
+    void add_values_few(int64_t m, const bfloat16* const* values, int64_t keys, const bfloat16* const* ahead) {
+        const float *weights = at.scores + m * KEYS, *factors = at.rescale + m;
+        float* sums = at.sums + m * width;
+        int64_t col = 0;
+        for (; col + 2 * PAIRED <= width; col += 2 * PAIRED)
+            add_values<R, 2>(weights, factors, values, keys, col, sums, width, ahead);
+        if (col < width) add_values<R, 1>(weights, factors, values, keys, col, sums, width, ahead);
+    }
+
+    BATON_PAIRS void finish_few() {
+        for (int64_t m = 0; m < count; m++) {
+            bfloat16* out = answer(m);
+            __m512 inverse = _mm512_set1_ps(1.0f / at.totals[m]);
+            for (int64_t d = 0; d < width; d += PAIRED) {
+                const float* sums = at.sums + m * width + d;
+                __m512 first = _mm512_mul_ps(_mm512_loadu_ps(sums), inverse);
+                __m512 second = _mm512_mul_ps(_mm512_loadu_ps(sums + LANES), inverse);
+                _mm512_storeu_si512(out + d, rounded_pairs(first, second));
+            }
+        }
+    }
+};
+
+}  // namespace baton
+
+#endif
