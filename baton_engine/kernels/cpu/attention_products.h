@@ -22,13 +22,6 @@ void with_count(int64_t count, Body body) {
     }
 }
 
-// Brings `count` elements nearer, for when the keys or values after these are wanted.
-template <typename E>
-inline void bring_near(const E* from, int64_t count) {
-    for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(E)); byte += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(from) + byte, 0, 3);
-}
-
 // c[i][col..] (+)= sum over t of a[i][t * step] * b[t][col..], R rows by V vectors held in registers. `ahead`, where
 // there is one, has the rows that follow those of b.
 template <int R, int V, typename E>

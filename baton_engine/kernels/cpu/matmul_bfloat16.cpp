@@ -123,7 +123,7 @@ class Product {
     template <int R>
     void stream_panels() const {
         constexpr int P = panels_abreast(R);
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(guided, 1)
         for (int64_t group = 0; group < (panels + P - 1) / P; group++) {
             if (group * P + P <= panels)
                 stream_group<R, P>(group * P);

@@ -10,14 +10,29 @@
 namespace baton {
 namespace {
 
-void pack(const bfloat16* x, int64_t rows, int64_t inputs, int64_t first, int64_t height, uint32_t* to) {
-    int64_t have = std::min(height, rows - first), pairs = (inputs + 1) / 2;
-    for (int64_t i = 0; i < height; i++) {
-        const bfloat16* from = x + (first + i) * inputs;
-        int64_t whole = i < have ? inputs / 2 : 0;
-        for (int64_t k = 0; k < whole; k++) std::memcpy(to + k * height + i, from + 2 * k, sizeof *to);
-        for (int64_t k = whole; k < pairs; k++) to[k * height + i] = i < have ? from[2 * k].bits : 0;
+constexpr int64_t SEGMENT = 64;  // pairs that a thread packs at once
+constexpr int64_t AHEAD = 64;    // pairs of a panel, of which those to come are sent for
+
+// Packs pairs [from, end) of rows [first, first + height).
+void pack(const bfloat16* x, int64_t rows, int64_t inputs, int64_t first, int64_t height, int64_t from, int64_t end,
+          uint32_t* to) {
+    int64_t have = std::min(height, rows - first), k = from;
+    x += first * inputs;
+    const __mmask16 high = static_cast<__mmask16>((1 << height) - 1);
+    for (; k + LANES <= std::min(end, inputs / 2); k += LANES) {
+        Vec lines[LANES] = {};
+        BATON_UNROLL for (int64_t i = 0; i < TILE; i++)
+            if (i < have) lines[i] = load(reinterpret_cast<const float*>(x + i * inputs + 2 * k));
+        transpose(lines);
+        BATON_UNROLL for (int64_t j = 0; j < LANES; j++)
+            _mm512_mask_storeu_ps(to + (k + j) * height, high, reinterpret_cast<__m512>(lines[j]));
     }
+    for (; k < end; k++)
+        for (int64_t i = 0; i < height; i++) {
+            to[k * height + i] = 0;
+            int64_t left = std::min<int64_t>(2, inputs - 2 * k);
+            if (i < have) std::memcpy(to + k * height + i, x + i * inputs + 2 * k, left * sizeof *x);
+        }
 }
 
 // sums [R][P * 32] of P panels, which lie `stride` pairs apart.
@@ -25,19 +40,21 @@ template <int R, int P>
 __attribute__((noinline, target("avx512bf16"))) void multiply(const uint32_t* a, const uint32_t* weight, int64_t stride,
                                                               int64_t pairs, float* sums) {
     __m512 acc[R][2 * P];
-    for (int i = 0; i < R; i++)
-        for (int v = 0; v < 2 * P; v++) acc[i][v] = _mm512_setzero_ps();
+    BATON_UNROLL for (int i = 0; i < R; i++)
+        BATON_UNROLL for (int v = 0; v < 2 * P; v++) acc[i][v] = _mm512_setzero_ps();
     for (int64_t k = 0; k < pairs; k++, a += R) {
         __m512bh read[2 * P];
-        for (int v = 0; v < 2 * P; v++)
+        if (R > 2)  // one or two rows take what lies in order, several panels abreast, as fast as it comes by itself
+            for (int p = 0; p < P; p++) bring_near(weight + p * stride + (k + AHEAD) * PANEL, PANEL);
+        BATON_UNROLL for (int v = 0; v < 2 * P; v++)
             read[v] = (__m512bh)_mm512_loadu_si512(weight + v / 2 * stride + k * PANEL + v % 2 * LANES);
-        for (int i = 0; i < R; i++) {
+        BATON_UNROLL for (int i = 0; i < R; i++) {
             __m512bh both = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(a[i]));
-            for (int v = 0; v < 2 * P; v++) acc[i][v] = _mm512_dpbf16_ps(acc[i][v], both, read[v]);
+            BATON_UNROLL for (int v = 0; v < 2 * P; v++) acc[i][v] = _mm512_dpbf16_ps(acc[i][v], both, read[v]);
         }
     }
-    for (int i = 0; i < R; i++)
-        for (int v = 0; v < 2 * P; v++) _mm512_storeu_ps(sums + (i * 2 * P + v) * LANES, acc[i][v]);
+    BATON_UNROLL for (int i = 0; i < R; i++)
+        BATON_UNROLL for (int v = 0; v < 2 * P; v++) _mm512_storeu_ps(sums + (i * 2 * P + v) * LANES, acc[i][v]);
 }
 
 template <typename T>
@@ -46,17 +63,18 @@ class PairProduct {
     PairProduct(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, uint32_t* packed)
         : x(x), weight(static_cast<const uint32_t*>(matrix.weight)),
           outputs{out, nullptr, matrix.bias, rows, matrix.columns}, inputs(matrix.inputs), pairs((inputs + 1) / 2),
-          panels((outputs.columns + PANEL - 1) / PANEL), packed(packed) {}
+          panels((outputs.columns + PANEL - 1) / PANEL), packed(packed) {
+        if (rows == 1 && inputs % 2 == 0) ready = reinterpret_cast<const uint32_t*>(x);
+    }
 
     // Called by every thread of a team.
     void run() {
-#pragma omp for schedule(static)
-        for (int64_t first = 0; first < outputs.rows; first += TILE)
-            pack(x, outputs.rows, inputs, first, height(first), packed + first * pairs);
+        if (!ready) pack_rows();
         // A panel stays in the second cache while the tiles of a block of rows pass over it.
         int64_t abreast = outputs.rows <= TILE ? panels_abreast(height(0)) : 1;
         int64_t groups = (panels + abreast - 1) / abreast, blocks = (outputs.rows + BLOCK - 1) / BLOCK;
-#pragma omp for schedule(dynamic, 1)
+        // Guided: what a thread takes lies in one piece, and the last pieces are small.
+#pragma omp for schedule(guided, 1)
         for (int64_t item = 0; item < groups * blocks; item++) {
             int64_t panel = item % groups * abreast, begin = item / groups * BLOCK;
             int64_t count = std::min(abreast, panels - panel);
@@ -71,6 +89,17 @@ class PairProduct {
     Outputs<T> outputs;
     int64_t inputs, pairs, panels;
     uint32_t* packed;
+    const uint32_t* ready = nullptr;  // a row that lies as a tile would
+
+    void pack_rows() {
+        int64_t segments = (pairs + SEGMENT - 1) / SEGMENT, tiles = (outputs.rows + TILE - 1) / TILE;
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < tiles * segments; item++) {
+            int64_t first = item / segments * TILE, from = item % segments * SEGMENT;
+            pack(x, outputs.rows, inputs, first, height(first), from, std::min(pairs, from + SEGMENT),
+                 packed + first * pairs);
+        }
+    }
 
     int64_t height(int64_t first) const { return tile_height(std::min(TILE, outputs.rows - first)); }
 
@@ -86,7 +115,7 @@ class PairProduct {
     template <int R, int P>
     void multiply_panels(int64_t first, int64_t panel) const {
         alignas(64) float sums[R * P * PANEL];
-        multiply<R, P>(packed + first * pairs, weight + panel * pairs * PANEL, pairs * PANEL, pairs, sums);
+        multiply<R, P>((ready ? ready : packed) + first * pairs, weight + panel * pairs * PANEL, pairs * PANEL, pairs, sums);
         outputs.put(sums, P * PANEL, first, R, panel * PANEL);
     }
 };

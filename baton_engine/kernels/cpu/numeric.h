@@ -53,6 +53,13 @@ inline void narrow(float value, bfloat16& out) {
     out.bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// Brings `count` elements nearer, for when they are wanted.
+template <typename E>
+inline void bring_near(const E* from, int64_t count) {
+    for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(E)); byte += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(from) + byte, 0, 3);
+}
+
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 inline Vec load(const float* from) { return *reinterpret_cast<const Vec*>(from); }
@@ -127,13 +134,13 @@ inline Four sums(const Vec value[4]) {
 
 // rows[i][k] becomes rows[k][i].
 inline void transpose(Vec rows[LANES]) {
-    for (int step = 1; step < LANES; step *= 2) {
+    BATON_UNROLL for (int step = 1; step < LANES; step *= 2) {
         IntVec upper, lower;
-        for (int lane = 0; lane < LANES; lane++) {
+        BATON_UNROLL for (int lane = 0; lane < LANES; lane++) {
             upper[lane] = lane & step ? LANES + lane - step : lane;
             lower[lane] = lane & step ? LANES + lane : lane + step;
         }
-        for (int i = 0; i < LANES; i++) {
+        BATON_UNROLL for (int i = 0; i < LANES; i++) {
             if (i & step) continue;
             Vec a = rows[i], b = rows[i + step];
             rows[i] = __builtin_shuffle(a, b, upper);
