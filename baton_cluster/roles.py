@@ -23,6 +23,7 @@ from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, WorkerConfig
 from baton.discovery.registrar import registered
 from baton.discovery.registry import Registration
+from baton.garbage import spare_what_is_loaded
 from baton.ids import BlockId, Role, WorkerId, WorkerIdentity
 from baton.layout import SPARE_BLOCKS
 from baton.rpc.credentials import ClusterCredentials
@@ -467,6 +468,7 @@ async def _serve(
         EngineError: The engine died; the process must end, so that another is started.
     """
     async with found:
+        spare_what_is_loaded()
         child.ready()
         stopped = asyncio.ensure_future(child.stop.wait())
         either: list[asyncio.Future[Any]] = [stopped, server.failed]

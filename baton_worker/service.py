@@ -211,12 +211,14 @@ class WorkerService:
     def load(self) -> WorkerLoad:
         """The engine's last report, completed."""
         draining, changing = self._lifecycle.draining, self._lifecycle.takes == STANDS_IN
-        load = replace(
-            self._load,
-            draining=draining or changing,
-            drained_by=self._drained_by,
-            changing_role=changing and not draining,
-        )
+        load = self._load
+        if draining or changing:
+            load = replace(
+                load,
+                draining=True,
+                drained_by=self._drained_by,
+                changing_role=changing and not draining,
+            )
         return load if self._complete_load is None else self._complete_load(load)
 
     async def close(self) -> None:

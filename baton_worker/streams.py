@@ -7,8 +7,9 @@ a slower one gets fewer and larger frames.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields
 from functools import partial
+from operator import attrgetter
 
 import grpc
 
@@ -27,6 +28,10 @@ Context = grpc.aio.ServicerContext[pb.Command, pb.Frame]
 
 LOAD_INTERVAL_S = 0.2
 MAX_PENDING = 1_000_000
+
+_OF_STEPS = {"steps", "step_s", "step_sequences", "step_context_tokens"}
+_worth_telling = attrgetter(*(f.name for f in fields(WorkerLoad) if f.name not in _OF_STEPS))
+"""What a load says but for what it says of steps, which differs with each of them."""
 
 _log = get_logger(__name__)
 
@@ -50,7 +55,7 @@ class RouterStream:
         """Reports the load if it changed in more than its steps, or if the last report is old."""
         if load == self._reported:
             wait_s = HEARTBEAT_S
-        elif _but_for_steps(load, self._reported) == self._reported:
+        elif _worth_telling(load) == _worth_telling(self._reported):
             wait_s = LOAD_INTERVAL_S
         else:
             wait_s = 0.0
@@ -159,17 +164,6 @@ class RouterStreams:
         self._streams[stream_id] = stream
         stream.report(self._load(), self._clock.now_s())
         return stream_id, stream
-
-
-def _but_for_steps(load: WorkerLoad, other: WorkerLoad) -> WorkerLoad:
-    """`load` with what `other` says of steps, which differs with each of them."""
-    return replace(
-        load,
-        steps=other.steps,
-        step_s=other.step_s,
-        step_sequences=other.step_sequences,
-        step_context_tokens=other.step_context_tokens,
-    )
 
 
 async def _carry(

@@ -4,7 +4,6 @@ Never imports torch, so that a router starts fast and stays small.
 """
 
 import asyncio
-import gc
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -21,6 +20,7 @@ from baton.clock import Clock, MonotonicClock
 from baton.config.lora import read_lora_modules
 from baton.config.schema import BatonConfig, RouterConfig
 from baton.errors import ConfigError
+from baton.garbage import spare_what_is_loaded
 from baton.redis_link import RefusedValues
 from baton.rpc.bounds import CONTROL
 from baton.rpc.channel import bind, new_server
@@ -81,11 +81,6 @@ CONTROL_SOCKET = "router.sock"
 """Name of the Control socket in the cluster's runtime directory."""
 
 _WAIT_S = 5.0
-_GARBAGE_THRESHOLDS = (2_000, 5, 500)
-"""Objects, and collections of the generation below, after which Python looks for cycles. It takes about a microsecond
-per object that is alive and keeps the event loop waiting: so the younger generations are small, and the oldest, in
-which large replies lie while they are written, is rarely looked through.
-"""
 _SWITCH_INTERVAL_S = 0.0005
 """Of Python's threads: so long the event loop waits at most, at each of its turns,
 while a thread that computes holds the interpreter.
@@ -145,9 +140,7 @@ async def run(
         control_address = f"unix:{Path(config.cluster.runtime_dir) / CONTROL_SOCKET}"
     notify.progress("loading the tokenizer")
     loaded = await asyncio.to_thread(_load, config)
-    # All that has been loaded stays: going over it again and again for garbage would cost a few percent of every core.
-    gc.freeze()
-    gc.set_threshold(*_GARBAGE_THRESHOLDS)
+    spare_what_is_loaded()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     credentials = ClusterCredentials.from_config(config.cluster, PeerRole.ROUTER, "router")
     parts = compose(config.router, worker_addresses, secret, credentials=credentials)

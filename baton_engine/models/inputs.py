@@ -240,8 +240,8 @@ def _wanted(rows: Sequence[Row], begins: Sequence[int], at_least: int) -> NDArra
         for row, begin in zip(rows, begins, strict=True)
         if row.num_scored
     ]
-    wanted = np.concatenate((np.array(last, np.int64), *scored))
-    return np.pad(wanted, (0, max(0, at_least - len(wanted))))
+    lacking = at_least - len(last) - sum(map(len, scored))
+    return np.concatenate((np.array(last, np.int64), *scored, np.zeros(max(0, lacking), np.int64)))
 
 
 def _split(

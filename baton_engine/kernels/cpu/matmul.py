@@ -10,6 +10,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -58,6 +59,7 @@ def multiplies_int8() -> bool:
     return built_for("avx512_vnni")
 
 
+@cache
 def built_for(flag: str) -> bool:
     """Whether the kernels are built for processors with `flag`, and this is one."""
     return load_library() is not None and flag in native.built_variant(native.CPU_KERNELS).needs
@@ -226,6 +228,11 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 def _function(name: str, pointers: int) -> Callable[..., None]:
     library = load_library()
     assert library is not None  # nothing is packed without one
+    return _entry(library, name, pointers)
+
+
+@cache
+def _entry(library: ctypes.CDLL, name: str, pointers: int) -> Callable[..., None]:
     function: ctypes._NamedFuncPointer = getattr(library, f"baton_matmul_{name}")
     function.argtypes, function.restype = [_POINTER] * pointers + [_INT] * 4, None
     return function
