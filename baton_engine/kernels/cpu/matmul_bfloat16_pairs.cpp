@@ -10,6 +10,7 @@
 namespace baton {
 namespace {
 
+constexpr int64_t ROWS = 96;     // that a thread multiplies with a panel at once
 constexpr int64_t SEGMENT = 64;  // pairs that a thread packs at once
 constexpr int64_t AHEAD = 64;    // pairs of a panel, of which those to come are sent for
 
@@ -70,16 +71,17 @@ class PairProduct {
     // Called by every thread of a team.
     void run() {
         if (!ready) pack_rows();
-        // A panel stays in the second cache while the tiles of a block of rows pass over it.
         int64_t abreast = outputs.rows <= TILE ? panels_abreast(height(0)) : 1;
-        int64_t groups = (panels + abreast - 1) / abreast, blocks = (outputs.rows + BLOCK - 1) / BLOCK;
-        // Guided: what a thread takes lies in one piece, and the last pieces are small.
+        int64_t groups = (panels + abreast - 1) / abreast, blocks = (outputs.rows + ROWS - 1) / ROWS;
+        // Few rows read the weights as fast as memory gives them: what a thread takes lies in one piece. Many compute:
+        // pieces are small, so that a thread that was held up keeps the others waiting for little.
+        if (outputs.rows <= ROWS) {
 #pragma omp for schedule(guided, 1)
-        for (int64_t item = 0; item < groups * blocks; item++) {
-            int64_t panel = item % groups * abreast, begin = item / groups * BLOCK;
-            int64_t count = std::min(abreast, panels - panel);
-            for (int64_t first = begin; first < std::min(begin + BLOCK, outputs.rows); first += TILE)
-                with_height(height(first), [&](auto h) { multiply_tile<h>(first, panel, count); });
+            for (int64_t group = 0; group < groups; group++) multiply_group(group * abreast, abreast, 0);
+        } else {
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t item = 0; item < groups * blocks; item++)
+                multiply_group(item / blocks, 1, item % blocks * ROWS);
         }
     }
 
@@ -102,6 +104,14 @@ class PairProduct {
     }
 
     int64_t height(int64_t first) const { return tile_height(std::min(TILE, outputs.rows - first)); }
+
+    // Panels from `panel` on, as many as lie `abreast`, times a block of rows. A panel stays in the second cache while the
+    // tiles pass over it.
+    void multiply_group(int64_t panel, int64_t abreast, int64_t begin) const {
+        int64_t count = std::min(abreast, panels - panel);
+        for (int64_t first = begin; first < std::min(begin + ROWS, outputs.rows); first += TILE)
+            with_height(height(first), [&](auto h) { multiply_tile<h>(first, panel, count); });
+    }
 
     template <int R>
     void multiply_tile(int64_t first, int64_t panel, int64_t count) const {
