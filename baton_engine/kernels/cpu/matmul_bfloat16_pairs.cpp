@@ -36,26 +36,24 @@ void pack(const bfloat16* x, int64_t rows, int64_t inputs, int64_t first, int64_
         }
 }
 
-// sums [R][P * 32] of P panels, which lie `stride` pairs apart.
-template <int R, int P>
-__attribute__((noinline, target("avx512bf16"))) void multiply(const uint32_t* a, const uint32_t* weight, int64_t stride,
-                                                              int64_t pairs, float* sums) {
-    __m512 acc[R][2 * P];
+// sums [R][PANEL] of a panel.
+template <int R>
+__attribute__((noinline, target("avx512bf16"))) void multiply(const uint32_t* a, const uint32_t* panel, int64_t pairs,
+                                                              float* sums) {
+    __m512 acc[R][ACROSS];
     BATON_UNROLL for (int i = 0; i < R; i++)
-        BATON_UNROLL for (int v = 0; v < 2 * P; v++) acc[i][v] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < pairs; k++, a += R) {
-        __m512bh read[2 * P];
-        if (R > 2)  // one or two rows take what lies in order, several panels abreast, as fast as it comes by itself
-            for (int p = 0; p < P; p++) bring_near(weight + p * stride + (k + AHEAD) * PANEL, PANEL);
-        BATON_UNROLL for (int v = 0; v < 2 * P; v++)
-            read[v] = (__m512bh)_mm512_loadu_si512(weight + v / 2 * stride + k * PANEL + v % 2 * LANES);
+        BATON_UNROLL for (int v = 0; v < ACROSS; v++) acc[i][v] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; k++, a += R, panel += PANEL) {
+        bring_near(panel + AHEAD * PANEL, PANEL);
+        __m512bh read[ACROSS];
+        BATON_UNROLL for (int v = 0; v < ACROSS; v++) read[v] = (__m512bh)_mm512_loadu_si512(panel + v * LANES);
         BATON_UNROLL for (int i = 0; i < R; i++) {
             __m512bh both = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(a[i]));
-            BATON_UNROLL for (int v = 0; v < 2 * P; v++) acc[i][v] = _mm512_dpbf16_ps(acc[i][v], both, read[v]);
+            BATON_UNROLL for (int v = 0; v < ACROSS; v++) acc[i][v] = _mm512_dpbf16_ps(acc[i][v], both, read[v]);
         }
     }
     BATON_UNROLL for (int i = 0; i < R; i++)
-        BATON_UNROLL for (int v = 0; v < 2 * P; v++) _mm512_storeu_ps(sums + (i * 2 * P + v) * LANES, acc[i][v]);
+        BATON_UNROLL for (int v = 0; v < ACROSS; v++) _mm512_storeu_ps(sums + (i * ACROSS + v) * LANES, acc[i][v]);
 }
 
 template <typename T>
@@ -71,17 +69,15 @@ class PairProduct {
     // Called by every thread of a team.
     void run() {
         if (!ready) pack_rows();
-        int64_t abreast = outputs.rows <= TILE ? panels_abreast(height(0)) : 1;
-        int64_t groups = (panels + abreast - 1) / abreast, blocks = (outputs.rows + ROWS - 1) / ROWS;
         // Few rows read the weights as fast as memory gives them: what a thread takes lies in one piece. Many compute:
         // pieces are small, so that a thread that was held up keeps the others waiting for little.
-        if (outputs.rows <= ROWS) {
+        int64_t blocks = (outputs.rows + ROWS - 1) / ROWS;
+        if (blocks == 1) {
 #pragma omp for schedule(guided, 1)
-            for (int64_t group = 0; group < groups; group++) multiply_group(group * abreast, abreast, 0);
+            for (int64_t panel = 0; panel < panels; panel++) multiply_block(panel, 0);
         } else {
 #pragma omp for schedule(dynamic, 1)
-            for (int64_t item = 0; item < groups * blocks; item++)
-                multiply_group(item / blocks, 1, item % blocks * ROWS);
+            for (int64_t item = 0; item < panels * blocks; item++) multiply_block(item / blocks, item % blocks * ROWS);
         }
     }
 
@@ -105,28 +101,14 @@ class PairProduct {
 
     int64_t height(int64_t first) const { return tile_height(std::min(TILE, outputs.rows - first)); }
 
-    // Panels from `panel` on, as many as lie `abreast`, times a block of rows. A panel stays in the second cache while the
-    // tiles pass over it.
-    void multiply_group(int64_t panel, int64_t abreast, int64_t begin) const {
-        int64_t count = std::min(abreast, panels - panel);
+    // A panel times a block of rows; it stays in the second cache while the tiles pass over it.
+    void multiply_block(int64_t panel, int64_t begin) const {
         for (int64_t first = begin; first < std::min(begin + ROWS, outputs.rows); first += TILE)
-            with_height(height(first), [&](auto h) { multiply_tile<h>(first, panel, count); });
-    }
-
-    template <int R>
-    void multiply_tile(int64_t first, int64_t panel, int64_t count) const {
-        constexpr int P = panels_abreast(R);
-        if (count == P)
-            multiply_panels<R, P>(first, panel);
-        else
-            for (int64_t p = 0; p < count; p++) multiply_panels<R, 1>(first, panel + p);
-    }
-
-    template <int R, int P>
-    void multiply_panels(int64_t first, int64_t panel) const {
-        alignas(64) float sums[R * P * PANEL];
-        multiply<R, P>((ready ? ready : packed) + first * pairs, weight + panel * pairs * PANEL, pairs * PANEL, pairs, sums);
-        outputs.put(sums, P * PANEL, first, R, panel * PANEL);
+            with_height(height(first), [&](auto rows) {
+                alignas(64) float sums[rows * PANEL];
+                multiply<rows>((ready ? ready : packed) + first * pairs, weight + panel * pairs * PANEL, pairs, sums);
+                outputs.put(sums, PANEL, first, rows, panel * PANEL);
+            });
     }
 };
 
