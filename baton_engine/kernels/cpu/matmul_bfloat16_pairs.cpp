@@ -36,15 +36,15 @@ void pack(const bfloat16* x, int64_t rows, int64_t inputs, int64_t first, int64_
         }
 }
 
-// sums [R][PANEL] of a panel.
-template <int R>
-__attribute__((noinline, target("avx512bf16"))) void multiply(const uint32_t* a, const uint32_t* panel, int64_t pairs,
-                                                              float* sums) {
+// sums [R][PANEL] of a panel, which is read this once or several times.
+template <int R, bool ONCE>
+__attribute__((noinline, target("avx512bf16"))) void multiply_panel(const uint32_t* a, const uint32_t* panel, int64_t pairs,
+                                                                    float* sums) {
     __m512 acc[R][ACROSS];
     BATON_UNROLL for (int i = 0; i < R; i++)
         BATON_UNROLL for (int v = 0; v < ACROSS; v++) acc[i][v] = _mm512_setzero_ps();
     for (int64_t k = 0; k < pairs; k++, a += R, panel += PANEL) {
-        bring_near(panel + AHEAD * PANEL, PANEL);
+        bring_near<ONCE>(panel + AHEAD * PANEL, PANEL);
         __m512bh read[ACROSS];
         BATON_UNROLL for (int v = 0; v < ACROSS; v++) read[v] = (__m512bh)_mm512_loadu_si512(panel + v * LANES);
         BATON_UNROLL for (int i = 0; i < R; i++) {
@@ -106,7 +106,8 @@ class PairProduct {
         for (int64_t first = begin; first < std::min(begin + ROWS, outputs.rows); first += TILE)
             with_height(height(first), [&](auto rows) {
                 alignas(64) float sums[rows * PANEL];
-                multiply<rows>((ready ? ready : packed) + first * pairs, weight + panel * pairs * PANEL, pairs, sums);
+                auto multiply = outputs.rows <= TILE ? multiply_panel<rows, true> : multiply_panel<rows, false>;
+                multiply((ready ? ready : packed) + first * pairs, weight + panel * pairs * PANEL, pairs, sums);
                 outputs.put(sums, PANEL, first, rows, panel * PANEL);
             });
     }
