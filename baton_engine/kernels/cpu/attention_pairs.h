@@ -143,11 +143,8 @@ class PairTile : Tile<bfloat16, bfloat16> {
     void attend_many() {
         Pair *queries = reinterpret_cast<Pair*>(at.queries), *values = reinterpret_cast<Pair*>(at.values);
         const Pair *rows[KEYS], *weights = reinterpret_cast<const Pair*>(at.scores);
-        std::fill(queries, queries + lanes * width / 2, 0);
-        for (int64_t m = 0; m < count; m++) {
-            const bfloat16* from = query(m);
-            for (int64_t d = 0; d < width / 2; d++) std::memcpy(queries + d * lanes + m, from + 2 * d, sizeof *queries);
-        }
+        for (int64_t m = 0; m < lanes; m += LANES)
+            for (int64_t d = 0; d < width; d += PAIRED) turn_queries(m, d, queries + d / 2 * lanes + m);
         Lines<bfloat16> lines;
         for (int64_t key = first_key(); key < end_position; key += KEYS) {
             int64_t keys = keys_from(key);
@@ -165,6 +162,15 @@ class PairTile : Tile<bfloat16, bfloat16> {
             }
         }
         finish_many();
+    }
+
+    // The pairs from element d on of a vector of queries, a line for each pair; zeros beyond the queries that there are.
+    void turn_queries(int64_t m, int64_t d, Pair* to) const {
+        Vec lines[LANES] = {};
+        BATON_UNROLL for (int64_t i = 0; i < LANES; i++)
+            if (m + i < count) lines[i] = load(reinterpret_cast<const float*>(query(m + i) + d));
+        transpose(lines);
+        BATON_UNROLL for (int64_t i = 0; i < LANES; i++) store(reinterpret_cast<float*>(to + i * lanes), lines[i]);
     }
 
     // Each pair has an element of two values, one after the other; behind an odd last one the same once more.
