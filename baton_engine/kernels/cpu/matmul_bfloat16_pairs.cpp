@@ -36,15 +36,18 @@ void pack(const bfloat16* x, int64_t rows, int64_t inputs, int64_t first, int64_
         }
 }
 
-// sums [R][PANEL] of a panel, which is read this once or several times.
+// sums [R][PANEL] of a panel, whose own lines are sent for a little ahead: to stay, or for ONCE. A panel that stays is
+// followed by another, of which each tile sends for its share, line by line from `next` on, `step` / 65536 per pair.
 template <int R, bool ONCE>
-__attribute__((noinline, target("avx512bf16"))) void multiply_panel(const uint32_t* a, const uint32_t* panel, int64_t pairs,
+__attribute__((noinline, target("avx512bf16"))) void multiply_panel(const uint32_t* a, const uint32_t* panel,
+                                                                    int64_t pairs, const uint32_t* next, int64_t step,
                                                                     float* sums) {
     __m512 acc[R][ACROSS];
     BATON_UNROLL for (int i = 0; i < R; i++)
         BATON_UNROLL for (int v = 0; v < ACROSS; v++) acc[i][v] = _mm512_setzero_ps();
     for (int64_t k = 0; k < pairs; k++, a += R, panel += PANEL) {
         bring_near<ONCE>(panel + AHEAD * PANEL, PANEL);
+        if (!ONCE) __builtin_prefetch(next + (k * step >> 16) * LANES, 0, 2);
         __m512bh read[ACROSS];
         BATON_UNROLL for (int v = 0; v < ACROSS; v++) read[v] = (__m512bh)_mm512_loadu_si512(panel + v * LANES);
         BATON_UNROLL for (int i = 0; i < R; i++) {
@@ -101,13 +104,15 @@ class PairProduct {
 
     int64_t height(int64_t first) const { return tile_height(std::min(TILE, outputs.rows - first)); }
 
-    // A panel times a block of rows; it stays in the second cache while the tiles pass over it.
+    // A panel times a block of rows; it stays in the second cache while the tiles pass over it, and the next one comes.
     void multiply_block(int64_t panel, int64_t begin) const {
-        for (int64_t first = begin; first < std::min(begin + ROWS, outputs.rows); first += TILE)
+        const int64_t end = std::min(begin + ROWS, outputs.rows), tiles = (end - begin + TILE - 1) / TILE;
+        const uint32_t *here = weight + panel * pairs * PANEL, *next = here + pairs * PANEL;
+        for (int64_t first = begin; first < end; first += TILE, next += pairs * PANEL / tiles)
             with_height(height(first), [&](auto rows) {
                 alignas(64) float sums[rows * PANEL];
                 auto multiply = outputs.rows <= TILE ? multiply_panel<rows, true> : multiply_panel<rows, false>;
-                multiply((ready ? ready : packed) + first * pairs, weight + panel * pairs * PANEL, pairs, sums);
+                multiply((ready ? ready : packed) + first * pairs, here, pairs, next, (ACROSS << 16) / tiles, sums);
                 outputs.put(sums, PANEL, first, rows, panel * PANEL);
             });
     }
