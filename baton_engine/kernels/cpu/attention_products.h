@@ -2,8 +2,6 @@
 // has made. What is stored as bfloat16 is widened in registers on the way.
 #pragma once
 
-#include <type_traits>
-
 #include "numeric.h"
 
 namespace baton {
@@ -12,15 +10,6 @@ namespace baton {
 constexpr int ROWS = REGISTERS >= 32 ? 4 : 6;
 constexpr int VECTORS = REGISTERS >= 32 ? 4 : 2;
 constexpr int QUERIES_ABREAST = 4;  // of which each has a sum with every one of four keys
-
-// Calls `body` with `count`, which is at most `MOST`, as a constant; does nothing for 0.
-template <int MOST, typename Body>
-void with_count(int64_t count, Body body) {
-    if constexpr (MOST > 0) {
-        if (count == MOST) return body(std::integral_constant<int, MOST>());
-        with_count<MOST - 1>(count, body);
-    }
-}
 
 // c[i][col..] (+)= sum over t of a[i][t * step] * b[t][col..], R rows by V vectors held in registers. `ahead`, where
 // there is one, has the rows that follow those of b.

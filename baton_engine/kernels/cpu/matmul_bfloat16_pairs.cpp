@@ -1,7 +1,7 @@
 // x * weight^T of bfloat16 by bfloat16, summed in float32, on processors with avx512_bf16: one instruction multiplies
 // a pair of consecutive inputs and adds both products. It takes what is too small to be normal for zero.
 //
-// Weights lie as in matmul_bfloat16.cpp. Rows are packed alike: a tile is [inputs / 2][height] pairs.
+// Weights lie as in matmul_bfloat16.cpp. Rows are read where they lie: a pair of them goes to all columns of a panel.
 
 #include "tiles.h"
 
@@ -10,50 +10,35 @@
 namespace baton {
 namespace {
 
-constexpr int64_t ROWS = 96;     // that a thread multiplies with a panel at once
-constexpr int64_t SEGMENT = 64;  // pairs that a thread packs at once
-constexpr int64_t AHEAD = 64;    // pairs of a panel, of which those to come are sent for
+constexpr int64_t ROWS = 96;   // that a thread multiplies with a panel at once
+constexpr int64_t AHEAD = 64;  // pairs of a panel, of which those to come are sent for
 
-// Packs pairs [from, end) of rows [first, first + height).
-void pack(const bfloat16* x, int64_t rows, int64_t inputs, int64_t first, int64_t height, int64_t from, int64_t end,
-          uint32_t* to) {
-    int64_t have = std::min(height, rows - first), k = from;
-    x += first * inputs;
-    const __mmask16 high = static_cast<__mmask16>((1 << height) - 1);
-    for (; k + LANES <= std::min(end, inputs / 2); k += LANES) {
-        Vec lines[LANES] = {};
-        BATON_UNROLL for (int64_t i = 0; i < TILE; i++)
-            if (i < have) lines[i] = load(reinterpret_cast<const float*>(x + i * inputs + 2 * k));
-        transpose(lines);
-        BATON_UNROLL for (int64_t j = 0; j < LANES; j++)
-            _mm512_mask_storeu_ps(to + (k + j) * height, high, reinterpret_cast<__m512>(lines[j]));
-    }
-    for (; k < end; k++)
-        for (int64_t i = 0; i < height; i++) {
-            to[k * height + i] = 0;
-            int64_t left = std::min<int64_t>(2, inputs - 2 * k);
-            if (i < have) std::memcpy(to + k * height + i, x + i * inputs + 2 * k, left * sizeof *x);
-        }
-}
-
-// sums [R][PANEL] of a panel, whose own lines are sent for a little ahead: to stay, or for ONCE. A panel that stays is
-// followed by another, of which each tile sends for its share, line by line from `next` on, `step` / 65536 per pair.
+// sums [R][PANEL] of rows of x and a panel, whose own lines are sent for a little ahead: to stay, or for ONCE. A panel
+// that stays is followed by another, of which each tile sends for its share, line by line from `next` on, `step` / 65536
+// per pair.
 template <int R, bool ONCE>
-__attribute__((noinline, target("avx512bf16"))) void multiply_panel(const uint32_t* a, const uint32_t* panel,
-                                                                    int64_t pairs, const uint32_t* next, int64_t step,
-                                                                    float* sums) {
+__attribute__((noinline, target("avx512bf16"))) void multiply_panel(const bfloat16* x, int64_t inputs,
+                                                                    const uint32_t* panel, int64_t pairs,
+                                                                    const uint32_t* next, int64_t step, float* sums) {
+    // Every fourth row has an address of its own: registers for all of them there are not.
+    constexpr int FOURTHS = (R + 3) / 4;
+    const bfloat16* rows[FOURTHS];
+    BATON_UNROLL for (int f = 0; f < FOURTHS; f++) rows[f] = x + 4 * f * inputs;
     __m512 acc[R][ACROSS];
     BATON_UNROLL for (int i = 0; i < R; i++)
         BATON_UNROLL for (int v = 0; v < ACROSS; v++) acc[i][v] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < pairs; k++, a += R, panel += PANEL) {
+    for (int64_t k = 0; k < pairs; k++, panel += PANEL) {
         bring_near<ONCE>(panel + AHEAD * PANEL, PANEL);
         if (!ONCE) __builtin_prefetch(next + (k * step >> 16) * LANES, 0, 2);
         __m512bh read[ACROSS];
         BATON_UNROLL for (int v = 0; v < ACROSS; v++) read[v] = (__m512bh)_mm512_loadu_si512(panel + v * LANES);
         BATON_UNROLL for (int i = 0; i < R; i++) {
-            __m512bh both = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(a[i]));
+            int32_t pair;
+            std::memcpy(&pair, rows[i / 4] + i % 4 * inputs, sizeof pair);
+            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
             BATON_UNROLL for (int v = 0; v < ACROSS; v++) acc[i][v] = _mm512_dpbf16_ps(acc[i][v], both, read[v]);
         }
+        BATON_UNROLL for (int f = 0; f < FOURTHS; f++) rows[f] += 2;
     }
     BATON_UNROLL for (int i = 0; i < R; i++)
         BATON_UNROLL for (int v = 0; v < ACROSS; v++) _mm512_storeu_ps(sums + (i * ACROSS + v) * LANES, acc[i][v]);
@@ -62,16 +47,14 @@ __attribute__((noinline, target("avx512bf16"))) void multiply_panel(const uint32
 template <typename T>
 class PairProduct {
    public:
-    PairProduct(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, uint32_t* packed)
+    PairProduct(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, bfloat16* whole)
         : x(x), weight(static_cast<const uint32_t*>(matrix.weight)),
           outputs{out, nullptr, matrix.bias, rows, matrix.columns}, inputs(matrix.inputs), pairs((inputs + 1) / 2),
-          panels((outputs.columns + PANEL - 1) / PANEL), packed(packed) {
-        if (rows == 1 && inputs % 2 == 0) ready = reinterpret_cast<const uint32_t*>(x);
-    }
+          panels((outputs.columns + PANEL - 1) / PANEL), whole(whole) {}
 
     // Called by every thread of a team.
     void run() {
-        if (!ready) pack_rows();
+        if (inputs % 2) complete_rows();
         // Few rows read the weights as fast as memory gives them: what a thread takes lies in one piece. Many compute:
         // pieces are small, so that a thread that was held up keeps the others waiting for little.
         int64_t blocks = (outputs.rows + ROWS - 1) / ROWS;
@@ -89,30 +72,27 @@ class PairProduct {
     const uint32_t* weight;
     Outputs<T> outputs;
     int64_t inputs, pairs, panels;
-    uint32_t* packed;
-    const uint32_t* ready = nullptr;  // a row that lies as a tile would
+    bfloat16* whole;
 
-    void pack_rows() {
-        int64_t segments = (pairs + SEGMENT - 1) / SEGMENT, tiles = (outputs.rows + TILE - 1) / TILE;
+    // Rows that end amid a pair are copied, with a zero at their end.
+    void complete_rows() {
 #pragma omp for schedule(static)
-        for (int64_t item = 0; item < tiles * segments; item++) {
-            int64_t first = item / segments * TILE, from = item % segments * SEGMENT;
-            pack(x, outputs.rows, inputs, first, height(first), from, std::min(pairs, from + SEGMENT),
-                 packed + first * pairs);
+        for (int64_t row = 0; row < outputs.rows; row++) {
+            bfloat16* end = std::copy_n(x + row * inputs, inputs, whole + row * 2 * pairs);
+            *end = bfloat16{};
         }
+        x = whole, inputs = 2 * pairs;
     }
-
-    int64_t height(int64_t first) const { return tile_height(std::min(TILE, outputs.rows - first)); }
 
     // A panel times a block of rows; it stays in the second cache while the tiles pass over it, and the next one comes.
     void multiply_block(int64_t panel, int64_t begin) const {
         const int64_t end = std::min(begin + ROWS, outputs.rows), tiles = (end - begin + TILE - 1) / TILE;
         const uint32_t *here = weight + panel * pairs * PANEL, *next = here + pairs * PANEL;
         for (int64_t first = begin; first < end; first += TILE, next += pairs * PANEL / tiles)
-            with_height(height(first), [&](auto rows) {
+            with_count<TILE>(std::min(TILE, end - first), [&](auto rows) {
                 alignas(64) float sums[rows * PANEL];
                 auto multiply = outputs.rows <= TILE ? multiply_panel<rows, true> : multiply_panel<rows, false>;
-                multiply((ready ? ready : packed) + first * pairs, here, pairs, next, (ACROSS << 16) / tiles, sums);
+                multiply(x + first * inputs, inputs, here, pairs, next, (ACROSS << 16) / tiles, sums);
                 outputs.put(sums, PANEL, first, rows, panel * PANEL);
             });
     }
@@ -122,7 +102,7 @@ class PairProduct {
 
 template <typename T>
 void multiply_pairs(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, float* packed) {
-    PairProduct<T>(matrix, x, out, rows, reinterpret_cast<uint32_t*>(packed)).run();
+    PairProduct<T>(matrix, x, out, rows, reinterpret_cast<bfloat16*>(packed)).run();
 }
 
 namespace {

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 // Before a loop over what registers hold: unrolled this early, GCC 12 keeps it there from the first to the last.
 #define BATON_UNROLL _Pragma("GCC unroll 32")
@@ -58,6 +59,15 @@ template <bool ONCE = false, typename E>
 inline void bring_near(const E* from, int64_t count) {
     for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(E)); byte += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(from) + byte, 0, ONCE ? 0 : 3);
+}
+
+// Calls `body` with `count`, which is at most `MOST`, as a constant; does nothing for 0.
+template <int MOST, typename Body>
+void with_count(int64_t count, Body body) {
+    if constexpr (MOST > 0) {
+        if (count == MOST) return body(std::integral_constant<int, MOST>());
+        with_count<MOST - 1>(count, body);
+    }
 }
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
