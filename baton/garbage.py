@@ -9,9 +9,11 @@ large replies lie while they are written, is rarely looked through.
 """
 
 
-def spare_what_is_loaded() -> None:
-    """To be called once all is loaded that stays: modules, a model, a tokenizer. Going over them again and again would
-    cost a router a few percent of every core, and a worker a tenth of a second every now and then.
+def freeze_loaded_objects() -> None:
+    """Exempts what is there now from the search, but for what is garbage already, and sets how often the rest is
+    searched. For when all is loaded that stays: modules, a model, a tokenizer. Going over them again and again would
+    cost a router a few percent of a core, and a worker a tenth of a second now and then.
     """
+    gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)

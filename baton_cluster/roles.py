@@ -23,7 +23,7 @@ from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, WorkerConfig
 from baton.discovery.registrar import registered
 from baton.discovery.registry import Registration
-from baton.garbage import spare_what_is_loaded
+from baton.garbage import freeze_loaded_objects
 from baton.ids import BlockId, Role, WorkerId, WorkerIdentity
 from baton.layout import SPARE_BLOCKS
 from baton.rpc.credentials import ClusterCredentials
@@ -468,7 +468,7 @@ async def _serve(
         EngineError: The engine died; the process must end, so that another is started.
     """
     async with found:
-        spare_what_is_loaded()
+        freeze_loaded_objects()
         child.ready()
         stopped = asyncio.ensure_future(child.stop.wait())
         either: list[asyncio.Future[Any]] = [stopped, server.failed]

@@ -30,8 +30,8 @@ LOAD_INTERVAL_S = 0.2
 MAX_PENDING = 1_000_000
 
 _OF_STEPS = {"steps", "step_s", "step_sequences", "step_context_tokens"}
-_worth_telling = attrgetter(*(f.name for f in fields(WorkerLoad) if f.name not in _OF_STEPS))
-"""What a load says but for what it says of steps, which differs with each of them."""
+_without_steps = attrgetter(*(f.name for f in fields(WorkerLoad) if f.name not in _OF_STEPS))
+"""Of a load: all but what it says of steps, which differs with each of them."""
 
 _log = get_logger(__name__)
 
@@ -55,7 +55,7 @@ class RouterStream:
         """Reports the load if it changed in more than its steps, or if the last report is old."""
         if load == self._reported:
             wait_s = HEARTBEAT_S
-        elif _worth_telling(load) == _worth_telling(self._reported):
+        elif _without_steps(load) == _without_steps(self._reported):
             wait_s = LOAD_INTERVAL_S
         else:
             wait_s = 0.0

@@ -20,7 +20,7 @@ from baton.clock import Clock, MonotonicClock
 from baton.config.lora import read_lora_modules
 from baton.config.schema import BatonConfig, RouterConfig
 from baton.errors import ConfigError
-from baton.garbage import spare_what_is_loaded
+from baton.garbage import freeze_loaded_objects
 from baton.redis_link import RefusedValues
 from baton.rpc.bounds import CONTROL
 from baton.rpc.channel import bind, new_server
@@ -140,7 +140,7 @@ async def run(
         control_address = f"unix:{Path(config.cluster.runtime_dir) / CONTROL_SOCKET}"
     notify.progress("loading the tokenizer")
     loaded = await asyncio.to_thread(_load, config)
-    spare_what_is_loaded()
+    freeze_loaded_objects()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     credentials = ClusterCredentials.from_config(config.cluster, PeerRole.ROUTER, "router")
     parts = compose(config.router, worker_addresses, secret, credentials=credentials)

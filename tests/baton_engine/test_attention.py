@@ -37,7 +37,7 @@ def attend_both_ways(
     ids=["float32", "bfloat16", "pairs"],
 )
 @pytest.mark.parametrize("block_tokens", [1, 2, 16, 64])
-@pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 80, 128])
+@pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 80, 96, 112, 128, 256])
 def test_the_cpu_kernel_agrees_with_its_twin(head_dim, block_tokens, dtype, pairs):
     actual, expected = attend_both_ways(
         MIXED,
@@ -69,7 +69,7 @@ def test_bfloat16_pages_under_float32_lose_nothing_more(head_dim, block_tokens, 
     close(actual, expected)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (14, 2), (72, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (14, 2), (8, 1), (72, 1)])
 @pytest.mark.parametrize("window", [None, 1, 7, 64, 100])
 @pytest.mark.parametrize(
     ("dtype", "pairs"), [(torch.float32, False), (torch.bfloat16, True)], ids=["float32", "pairs"]
@@ -120,20 +120,22 @@ def test_the_twin_agrees_with_torch_attention_on_contiguous_keys():
     close(paged_attention(query, pages, batch, 0.25, None), expected.transpose(0, 1))
 
 
-def test_a_row_is_computed_alike_alone_and_in_a_batch():
+@pytest.mark.parametrize(
+    ("dtype", "pairs"), [(torch.float32, False), (torch.bfloat16, True)], ids=["float32", "pairs"]
+)
+def test_a_row_is_computed_alike_alone_and_in_a_batch(dtype, pairs):
     torch.manual_seed(0)
+    kernels = cpu_kernels(dtype, pairs=pairs)
     batch, num_blocks = paged_batch([(1, 90)], 4)
-    pages, query = torch.randn(num_blocks, 2, 2, 4, 16), torch.randn(1, 4, 16)
-    alone = cpu_kernels(torch.float32).paged_attention(query, pages, batch, 0.25, None)
+    pages, query = torch.randn(num_blocks, 2, 2, 4, 32).to(dtype), torch.randn(1, 4, 32).to(dtype)
+    alone = kernels.paged_attention(query, pages, batch, 0.25, None)
     both = type(batch)(
         slots=batch.slots.repeat(2),
         query_starts=torch.tensor([0, 1, 2], dtype=torch.int32),
         context_lens=batch.context_lens.repeat(2),
         block_tables=batch.block_tables.repeat(2, 1),
     )
-    together = cpu_kernels(torch.float32).paged_attention(
-        query.repeat(2, 1, 1), pages, both, 0.25, None
-    )
+    together = kernels.paged_attention(query.repeat(2, 1, 1), pages, both, 0.25, None)
     assert torch.equal(together[1], alone[0])
 
 
@@ -174,12 +176,31 @@ def test_pairs_round_weights_and_nothing_else():
 )
 def test_large_scores_do_not_overflow(dtype, pairs):
     batch, num_blocks = paged_batch([(70, 70), (1, 33)], 16)
-    pages = (torch.randn(num_blocks, 1, 2, 16, 16) * 100).to(dtype)
-    query = (torch.randn(71, 1, 16) * 100).to(dtype)
+    pages = (torch.randn(num_blocks, 1, 2, 16, 32) * 100).to(dtype)
+    query = (torch.randn(71, 1, 32) * 100).to(dtype)
     actual = cpu_kernels(dtype, pairs=pairs).paged_attention(query, pages, batch, 1.0, None)
     assert torch.isfinite(actual).all()
     expected = paged_attention(query, pages, batch, 1.0, None)
     torch.testing.assert_close(actual, expected, atol=0.05, rtol=1e-2 if pairs else 1e-3)
+
+
+@pytest.mark.parametrize("queries", [1, 30], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("dtype", "pairs"), [(torch.float32, False), (torch.bfloat16, True)], ids=["float32", "pairs"]
+)
+def test_a_first_key_that_stands_out_weighs_the_same_after_thousands(dtype, pairs, queries):
+    """Of two keys with the highest score, one before all others and one behind them, each is half of the answer."""
+    context = 20_000
+    batch, num_blocks = paged_batch([(queries, context)], 16)
+    pages = torch.zeros(num_blocks, 1, 2, 16, 32).to(dtype)
+    places = batch.block_tables[0].long()
+    last = context - queries
+    for key, value in ((0, 1.0), (last, -1.0)):
+        pages[places[key // 16], 0, 0, key % 16] = 3.3
+        pages[places[key // 16], 0, 1, key % 16] = value
+    query = torch.full((queries, 1, 32), 1.1).to(dtype)
+    actual = cpu_kernels(dtype, pairs=pairs).paged_attention(query, pages, batch, 1.0, None)
+    assert actual.float().abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -217,8 +238,8 @@ def test_a_page_that_is_not_finite_shows_in_its_own_row_and_in_no_other(
 ):
     torch.manual_seed(0)
     batch, num_blocks = paged_batch([(queries, 90), (queries, 90)], 16)
-    pages = torch.randn(num_blocks, 2, 2, 16, 16).to(dtype)
-    query = torch.randn(2 * queries, 4, 16).to(dtype)
+    pages = torch.randn(num_blocks, 2, 2, 16, 32).to(dtype)
+    query = torch.randn(2 * queries, 4, 32).to(dtype)
     kernels = cpu_kernels(dtype, pairs=pairs)
     healthy = kernels.paged_attention(query, pages, batch, 0.25, None)
     pages[batch.block_tables[0, 1], :, ["key", "value"].index(place), 3] = float("nan")

@@ -56,7 +56,8 @@ class Recorder:
 
 
 def _decoder(path, family, kind, dtype=torch.float32):
-    directory = make_model(path, family, dtype=torch.bfloat16)
+    head_dim = 32 if kind == "pairs" else 16  # attention in pairs takes multiples of 32
+    directory = make_model(path, family, dtype=torch.bfloat16, head_dim=head_dim)
     decoder = load_decoder(
         directory,
         load_spec(directory),

@@ -1,8 +1,9 @@
 // A tile of attention in float32, whatever pages hold.
 //
-// Two ways to the scores: with many queries a lane is a query, and keys, widened first, are broadcast against the
-// transposed queries, so nothing is ever transposed per key; with few (decode) a lane is an element of the head, then of
-// the keys, which are read where they lie: there the memory is what costs, so the next ones are sent for meanwhile.
+// Two ways to the scores. With many queries a lane is a query: keys, widened first, are broadcast against the
+// transposed queries, so nothing is ever transposed per key. With few (decode) a lane is an element of the head, and of
+// the scores a key. There the memory is what costs: keys and values are read where they lie, and the next ones sent for
+// meanwhile.
 #pragma once
 
 #include <type_traits>

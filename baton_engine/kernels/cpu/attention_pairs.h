@@ -7,8 +7,10 @@
 // are sent for meanwhile.
 #pragma once
 
-#include "attention_products.h"
+#include <algorithm>
+
 #include "attention_tile.h"
+#include "numeric.h"
 
 #ifdef __AVX512F__
 
@@ -16,12 +18,12 @@ namespace baton {
 
 #define BATON_PAIRS __attribute__((target("avx512bf16")))
 
-typedef uint32_t Pair;  // its memory may have another type
+typedef uint32_t Pair;  // of numbers that lie side by side; read and written by memcpy and as vectors only
 
 constexpr int64_t PAIRED = 2 * LANES;  // numbers of a vector of pairs
 constexpr int ABREAST = 4;             // rows, and vectors of columns, that are summed side by side in registers
 
-// Where the 16-bit halves of two vectors go when they are interleaved, from number `first` of each on.
+// Where the numbers of two vectors that are interleaved come from, from number `first` of each on.
 struct Interleaving {
     alignas(64) uint16_t places[PAIRED];
     constexpr explicit Interleaving(int first) : places() {
@@ -31,9 +33,9 @@ struct Interleaving {
 };
 constexpr Interleaving LOWER(0), UPPER(LANES);
 
-// 2^x for x <= 0, within 2e-7; what is not a number stays none.
+// 2^x for x <= 0 and little more, within 2e-7, exact at 0; what is not a number stays none.
 inline __m512 power_of_two(__m512 x) {
-    // A polynomial of the part behind the point, fitted for the least relative error, exact at 0.
+    // A polynomial of the part behind the point, fitted for the least relative error.
     __m512 part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512 power = _mm512_set1_ps(1.8671300794e-03f);
     for (float next : {9.0170302959e-03f, 5.5799913130e-02f, 2.4016445014e-01f, 6.9315131181e-01f, 1.0f})
@@ -137,7 +139,8 @@ class PairTile : Tile<bfloat16, bfloat16> {
     }
 
    private:
-    // Scores are powers of two from here on: a score times this is an exponent.
+    // A score times this is the exponent of a power of two. `maxima` hold such exponents, as they were rounded: what is
+    // subtracted from them is the same in every round, so that sums are rescaled by exactly 1 while no maximum grows.
     float exponent() const { return call.scale * 1.44269504088896341f; }
 
     void attend_many() {
@@ -151,8 +154,8 @@ class PairTile : Tile<bfloat16, bfloat16> {
             look_up(head, key, lines);
             for (int64_t j = 0; j < KEYS; j++) rows[j] = reinterpret_cast<const Pair*>(lines.keys[j]);
             for (int64_t j = 0; j < keys; j += ABREAST)
-                multiply_rows_in_pairs<From::ZERO>(rows + j, 1, queries, lanes, width / 2, lanes, at.scores + j * lanes,
-                                                   lanes);
+                multiply_rows_in_pairs<From::ZERO>(rows + j, 1, queries, lanes, width / 2, lanes,
+                                                   at.scores + j * lanes, lanes);
             weigh_many(key, keys);
             pair_values(lines.values, keys, values);
             for (int64_t m = 0; m < lanes; m += ABREAST) {
@@ -161,10 +164,10 @@ class PairTile : Tile<bfloat16, bfloat16> {
                                                        at.sums + m * width, width, at.rescale + m);
             }
         }
-        finish_many();
+        finish(rounded);
     }
 
-    // The pairs from element d on of a vector of queries, a line for each pair; zeros beyond the queries that there are.
+    // The pairs from element d on of a vector of queries, a line for each; zeros beyond the queries that there are.
     void turn_queries(int64_t m, int64_t d, Pair* to) const {
         Vec lines[LANES] = {};
         BATON_UNROLL for (int64_t i = 0; i < LANES; i++)
@@ -185,8 +188,8 @@ class PairTile : Tile<bfloat16, bfloat16> {
         }
     }
 
-    // scores[key][query] become weights in pairs, [(keys + 1) / 2][lanes], in the place of the first half of the scores;
-    // behind an odd last one is a zero.
+    // scores[key][query] become weights in pairs, [(keys + 1) / 2][lanes], in the place of the first half of the
+    // scores; behind an odd last one is a zero.
     BATON_PAIRS void weigh_many(int64_t key, int64_t keys) {
         const __m512 scale = _mm512_set1_ps(exponent());
         bool masked = partly_hidden(key, keys);
@@ -194,40 +197,45 @@ class PairTile : Tile<bfloat16, bfloat16> {
             float* column = at.scores + m;
             if (masked) hide(column, m, key, keys);
             if (keys % 2) _mm512_storeu_ps(column + keys * lanes, _mm512_set1_ps(HIDDEN));
-            __m512 before = _mm512_loadu_ps(at.maxima + m), highest[2] = {before, before};
-            for (int64_t j = 0; j < keys; j += 2)
+            __m512 highest[2] = {_mm512_loadu_ps(column), _mm512_loadu_ps(column + lanes)};
+            for (int64_t j = 2; j < keys; j += 2)
                 for (int i = 0; i < 2; i++)
                     highest[i] = _mm512_max_ps(highest[i], _mm512_loadu_ps(column + (j + i) * lanes));
-            __m512 maximum = _mm512_max_ps(highest[0], highest[1]);
-            __m512 shift = _mm512_mul_ps(maximum, scale), total = _mm512_setzero_ps();
+            __m512 maximum = _mm512_mul_ps(_mm512_max_ps(highest[0], highest[1]), scale);
+            __m512 before = _mm512_loadu_ps(at.maxima + m), total = _mm512_setzero_ps();
+            maximum = _mm512_max_ps(before, maximum);
             for (int64_t j = 0; j < keys; j += 2) {
                 const float *even = column + j * lanes, *odd = even + lanes;
-                __m512 first = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(even), scale, shift));
-                __m512 second = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(odd), scale, shift));
+                __m512 first = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(even), scale, maximum));
+                __m512 second = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(odd), scale, maximum));
                 total = _mm512_add_ps(total, _mm512_add_ps(first, second));
                 _mm512_storeu_si512(column + j / 2 * lanes, rounded_pairs(first, second));
             }
-            __m512 rescale = power_of_two(_mm512_fmsub_ps(before, scale, shift));
+            __m512 rescale = power_of_two(_mm512_sub_ps(before, maximum));
             _mm512_storeu_ps(at.maxima + m, maximum);
             _mm512_storeu_ps(at.rescale + m, rescale);
             _mm512_storeu_ps(at.totals + m, _mm512_fmadd_ps(_mm512_loadu_ps(at.totals + m), rescale, total));
         }
     }
 
+    BATON_PAIRS static __m512i rounded(__m512 first, __m512 second) {
+        return (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    }
+
     BATON_PAIRS static __m512i rounded_pairs(__m512 first, __m512 second) {
-        __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+        __m512i both = rounded(first, second);
         return LOWER.of(both, _mm512_shuffle_i64x2(both, both, 0xee));
     }
 
-    BATON_PAIRS void finish_many() {
+    // `narrow` makes bfloat16 of two vectors of sums, in the order of the head.
+    void finish(__m512i (*narrow)(__m512 first, __m512 second)) const {
         for (int64_t m = 0; m < count; m++) {
             bfloat16* out = answer(m);
             __m512 inverse = _mm512_set1_ps(1.0f / at.totals[m]);
             for (int64_t d = 0; d < width; d += PAIRED) {
-                const float* sums = at.sums + m * width + d;
-                __m512 low = _mm512_mul_ps(_mm512_loadu_ps(sums), inverse);
-                __m512 high = _mm512_mul_ps(_mm512_loadu_ps(sums + LANES), inverse);
-                _mm512_storeu_si512(out + d, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+                __m512 first = _mm512_mul_ps(_mm512_loadu_ps(at.sums + m * width + d), inverse);
+                __m512 second = _mm512_mul_ps(_mm512_loadu_ps(at.sums + m * width + d + LANES), inverse);
+                _mm512_storeu_si512(out + d, narrow(first, second));
             }
         }
     }
@@ -247,7 +255,7 @@ class PairTile : Tile<bfloat16, bfloat16> {
                     add_values_few<rows>(m, here->values, keys, ahead && !m ? ahead->values : nullptr);
                 });
         }
-        finish_few();
+        finish(rounded_pairs);
     }
 
     BATON_PAIRS static __m512bh paired(const bfloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
@@ -277,16 +285,16 @@ class PairTile : Tile<bfloat16, bfloat16> {
         const __m512 scale = _mm512_set1_ps(exponent());
         float* line = at.scores + m * KEYS;
         hide_in_line(line, m, key, keys);
-        __m512 before = _mm512_set1_ps(at.maxima[m]), highest = before;
-        for (int64_t j = 0; j < keys; j += LANES) highest = _mm512_max_ps(highest, _mm512_loadu_ps(line + j));
-        at.maxima[m] = _mm512_reduce_max_ps(highest);
-        __m512 shift = _mm512_mul_ps(_mm512_set1_ps(at.maxima[m]), scale), total = _mm512_setzero_ps();
+        __m512 highest = _mm512_loadu_ps(line), before = _mm512_set1_ps(at.maxima[m]), total = _mm512_setzero_ps();
+        for (int64_t j = LANES; j < keys; j += LANES) highest = _mm512_max_ps(highest, _mm512_loadu_ps(line + j));
+        at.maxima[m] = std::max(at.maxima[m], _mm512_reduce_max_ps(highest) * exponent());
+        __m512 maximum = _mm512_set1_ps(at.maxima[m]);
         for (int64_t j = 0; j < keys; j += LANES) {
-            __m512 weight = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(line + j), scale, shift));
+            __m512 weight = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(line + j), scale, maximum));
             _mm512_storeu_ps(line + j, weight);
             total = _mm512_add_ps(total, weight);
         }
-        at.rescale[m] = _mm512_cvtss_f32(power_of_two(_mm512_fmsub_ps(before, scale, shift)));
+        at.rescale[m] = _mm512_cvtss_f32(power_of_two(_mm512_sub_ps(before, maximum)));
         at.totals[m] = at.totals[m] * at.rescale[m] + _mm512_reduce_add_ps(total);
     }
 
@@ -298,19 +306,6 @@ class PairTile : Tile<bfloat16, bfloat16> {
         for (; col + 2 * PAIRED <= width; col += 2 * PAIRED)
             add_values<R, 2>(weights, factors, values, keys, col, sums, width, ahead);
         if (col < width) add_values<R, 1>(weights, factors, values, keys, col, sums, width, ahead);
-    }
-
-    BATON_PAIRS void finish_few() {
-        for (int64_t m = 0; m < count; m++) {
-            bfloat16* out = answer(m);
-            __m512 inverse = _mm512_set1_ps(1.0f / at.totals[m]);
-            for (int64_t d = 0; d < width; d += PAIRED) {
-                const float* sums = at.sums + m * width + d;
-                __m512 first = _mm512_mul_ps(_mm512_loadu_ps(sums), inverse);
-                __m512 second = _mm512_mul_ps(_mm512_loadu_ps(sums + LANES), inverse);
-                _mm512_storeu_si512(out + d, rounded_pairs(first, second));
-            }
-        }
     }
 };
 

@@ -42,7 +42,7 @@ class CpuKernels:
     Args:
         library: What `load_library` gave.
         dtype: Of activations and weights: float32 or bfloat16. Pages hold one of `page_dtypes(dtype)`.
-        pairs: Attention of prompts multiplies bfloat16 in pairs, where all is bfloat16; the processor has avx512_bf16.
+        pairs: Attention multiplies bfloat16 in pairs, where all is bfloat16; the processor has avx512_bf16.
 
     Attributes:
         library: The same.

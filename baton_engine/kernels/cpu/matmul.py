@@ -59,10 +59,16 @@ def multiplies_int8() -> bool:
     return built_for("avx512_vnni")
 
 
-@cache
 def built_for(flag: str) -> bool:
     """Whether the kernels are built for processors with `flag`, and this is one."""
-    return load_library() is not None and flag in native.built_variant(native.CPU_KERNELS).needs
+    library = load_library()
+    return library is not None and flag in _needed_by(library)
+
+
+@cache
+def _needed_by(library: ctypes.CDLL) -> frozenset[str]:  # noqa: ARG001 - asked once for each that is loaded
+    """The flags of processors that a library is built for."""
+    return native.built_variant(native.CPU_KERNELS).needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,6 +123,7 @@ class Product {
     template <int R>
     void stream_panels() const {
         constexpr int P = panels_abreast(R);
+        // Guided: what a thread takes lies in one piece, and the last pieces are small.
 #pragma omp for schedule(guided, 1)
         for (int64_t group = 0; group < (panels + P - 1) / P; group++) {
             if (group * P + P <= panels)

@@ -1,7 +1,8 @@
 // x * weight^T of bfloat16 by bfloat16, summed in float32, on processors with avx512_bf16: one instruction multiplies
 // a pair of consecutive inputs and adds both products. It takes what is too small to be normal for zero.
 //
-// Weights lie as in matmul_bfloat16.cpp. Rows are read where they lie: a pair of them goes to all columns of a panel.
+// Weights lie as in matmul_bfloat16.cpp. Rows are read where they lie: each of their pairs is broadcast to all columns
+// of a panel.
 
 #include "tiles.h"
 
@@ -14,8 +15,8 @@ constexpr int64_t ROWS = 96;   // that a thread multiplies with a panel at once
 constexpr int64_t AHEAD = 64;  // pairs of a panel, of which those to come are sent for
 
 // sums [R][PANEL] of rows of x and a panel, whose own lines are sent for a little ahead: to stay, or for ONCE. A panel
-// that stays is followed by another, of which each tile sends for its share, line by line from `next` on, `step` / 65536
-// per pair.
+// that stays is followed by another, of which each tile sends for its share, line by line from `next` on,
+// `step` / 65536 of them per pair.
 template <int R, bool ONCE>
 __attribute__((noinline, target("avx512bf16"))) void multiply_panel(const bfloat16* x, int64_t inputs,
                                                                     const uint32_t* panel, int64_t pairs,
@@ -84,7 +85,8 @@ class PairProduct {
         x = whole, inputs = 2 * pairs;
     }
 
-    // A panel times a block of rows; it stays in the second cache while the tiles pass over it, and the next one comes.
+    // A panel times a block of rows; it stays in the second cache while the tiles pass over it, and the next one comes,
+    // which with several blocks some other thread may take.
     void multiply_block(int64_t panel, int64_t begin) const {
         const int64_t end = std::min(begin + ROWS, outputs.rows), tiles = (end - begin + TILE - 1) / TILE;
         const uint32_t *here = weight + panel * pairs * PANEL, *next = here + pairs * PANEL;
@@ -110,7 +112,7 @@ namespace {
 template <typename T>
 void matmul(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, int num_threads) {
     static thread_local std::vector<float> memory;
-    float* packed = kept(memory, packed_floats(rows, matrix.inputs));
+    float* packed = kept(memory, matrix.inputs % 2 ? packed_floats(rows, matrix.inputs) : 0);
 #pragma omp parallel num_threads(num_threads)
     multiply_pairs(matrix, x, out, rows, packed);
 }

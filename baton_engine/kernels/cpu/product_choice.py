@@ -70,7 +70,7 @@ class Bfloat16Product(StrEnum):
 
     @property
     def in_pairs(self) -> bool:
-        """Whether the instructions for bfloat16 of AVX-512 multiply; attention over prompts then has them as well."""
+        """Whether the instructions for bfloat16 of AVX-512 multiply; attention then has them as well."""
         return self in (Bfloat16Product.PAIRS, Bfloat16Product.MIXED, Bfloat16Product.AMX)
 
 
@@ -315,7 +315,7 @@ def _key(possible: Sequence[Bfloat16Product]) -> str:
         cpu_name(),
         *sorted(cpu_flags()),
         torch.__version__,
-        native.find(native.CPU_KERNELS).name,
+        sha256(native.find(native.CPU_KERNELS).read_bytes()).hexdigest(),
         *possible,
     )
     return sha256("\n".join(facts).encode()).hexdigest()[:16]

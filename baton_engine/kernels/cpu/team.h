@@ -20,11 +20,11 @@ struct Matrix {
     int64_t inputs, columns;
 };
 
-// out [rows][columns] = x [rows][inputs] * matrix^T; `packed` is memory of the team, `packed_floats(rows, inputs)` of
-// tiles.h.
+// out [rows][columns] = x [rows][inputs] * matrix^T, which do not overlap; `packed` is memory of the team,
+// `packed_floats(rows, inputs)` of tiles.h.
 template <typename T>
 void multiply_bfloat16(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed);
-// x is multiplied as bfloat16, by a processor with avx512_bf16.
+// x is multiplied as bfloat16, by a processor with avx512_bf16; `packed` is only used where inputs are odd.
 template <typename T>
 void multiply_pairs(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, float* packed);
 // The same by a processor with AMX, whose process asked Linux for tiles; the weights lie in panels of AVX-512.
@@ -66,7 +66,7 @@ struct Attention {
     int64_t num_rows, num_heads, num_kv_heads, head_dim, block_tokens, table_width;
     float scale;
     int64_t window;
-    bool pairs;  // whether many queries are multiplied in pairs, by a processor with avx512_bf16, where all is bfloat16
+    bool pairs;  // whether the processor multiplies in pairs (avx512_bf16), which is done where all is bfloat16
 
     int64_t group() const { return num_heads / num_kv_heads; }
     int64_t tile_tokens() const;

@@ -1,10 +1,10 @@
 // How the matrix products of matmul_bfloat16.cpp, matmul_bfloat16_pairs.cpp and matmul_int8.cpp divide their work, and
 // what matmul_bfloat16_tiles.cpp, which divides its own by AMX's tiles, shares with them.
 //
-// Weights lie in panels of a few vectors of output columns, in the order in which they are read. Rows of activations
-// are packed in tiles, so that one pass over a panel serves a tile: its sums fill most registers. Every output adds up
-// its products in the same order whatever the number of rows,
-// so that a row's result does not depend on the batch it is computed in.
+// Weights lie in panels of a few vectors of output columns, in the order in which they are read. One pass over a panel
+// serves a tile of rows, whose sums fill most registers; rows are packed for it, but for matmul_bfloat16_pairs.cpp.
+// Every output adds up its products in the same order whatever the number of rows, so that a row's result does not
+// depend on the batch it is computed in.
 #pragma once
 
 #include <omp.h>
