@@ -120,7 +120,13 @@ CPU_KERNELS = Library(
     ),
     headers=(
         *("numeric.h", "team.h", "tile_instructions.h", "tile_shapes.h", "tiles.h"),
-        *("attention_float.h", "attention_lines.h", "attention_pairs.h", "attention_products.h", "attention_tile.h"),
+        *(
+            "attention_float.h",
+            "attention_lines.h",
+            "attention_pairs.h",
+            "attention_products.h",
+            "attention_tile.h",
+        ),
     ),
     # Linked without -fopenmp: the OpenMP runtime is the one that torch has loaded (kernels/cpu/library.py).
     flags=(

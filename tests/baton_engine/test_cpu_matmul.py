@@ -15,7 +15,9 @@ from baton_engine.kernels.reference import linear_int8, quantise_columns
 from baton_engine.models.linear import Linear, MixedProduct, pack
 
 ROWS = (*range(1, 14), 25, 95, 96, 97, 250)
-SIZES = pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (63, 31), (64, 33), (577, 300), (576, 300)])
+SIZES = pytest.mark.parametrize(
+    ("inputs", "outputs"), [(1, 1), (63, 31), (64, 33), (577, 300), (576, 300)]
+)
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
 )

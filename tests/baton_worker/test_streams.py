@@ -82,7 +82,12 @@ async def test_a_changed_load_is_reported_at_once_and_once(stream: RouterStream)
 async def test_more_steps_alone_are_reported_every_so_often(stream: RouterStream):
     stream.report(WorkerLoad(running=1, steps=1), 0.0)
     await soon(stream.next())
-    for of_steps in ({"steps": 2}, {"step_s": 0.1}, {"step_sequences": 3}, {"step_context_tokens": 9}):
+    for of_steps in (
+        {"steps": 2},
+        {"step_s": 0.1},
+        {"step_sequences": 3},
+        {"step_context_tokens": 9},
+    ):
         stream.report(replace(WorkerLoad(running=1, steps=1), **of_steps), LOAD_INTERVAL_S / 2)
     stream.wake()
     assert await load_of(stream) is None

@@ -247,7 +247,7 @@ class PairTile : Tile<bfloat16, bfloat16> {
             int64_t keys = keys_from(key);
             const Lines<bfloat16>* ahead = look_ahead(key + KEYS, *next);
             for (int64_t m = 0; m < count; m++) {
-                score_few(m, here->keys, keys, ahead && !m ? ahead->keys : nullptr);
+                score_few(m, here->keys, keys, ahead ? ahead->keys : nullptr);
                 weigh_few(m, key, keys);
             }
             for (int64_t m = 0; m < count; m += ABREAST)
@@ -260,17 +260,20 @@ class PairTile : Tile<bfloat16, bfloat16> {
 
     BATON_PAIRS static __m512bh paired(const bfloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
 
-    // scores[query m][key], 16 keys at a time: the last ones may run over `keys`, to where lines must go on.
+    // scores[query m][key], 16 keys at a time: the last ones may run over `keys`, to where lines must go on. Each query
+    // sends for its share of the keys that follow: all at once are more than the memory takes orders for.
     BATON_PAIRS void score_few(int64_t m, const bfloat16* const* lines, int64_t keys, const bfloat16* const* ahead) {
         const bfloat16* asked = query(m);
+        const int64_t from = m * KEYS / count, to = (m + 1) * KEYS / count;
         for (int64_t j = 0; j < keys; j += LANES) {
+            const bool sends = ahead && from <= j && j < to;
             __m512 sums[LANES];
             BATON_UNROLL for (int k = 0; k < LANES; k++) sums[k] = _mm512_setzero_ps();
             for (int64_t d = 0; d < width; d += 2 * PAIRED) {
                 bool two = d + PAIRED < width;
                 __m512bh part = paired(asked + d), other = two ? paired(asked + d + PAIRED) : part;
                 BATON_UNROLL for (int k = 0; k < LANES; k++) {
-                    if (ahead) bring_near(ahead[j + k] + d, two ? 2 * PAIRED : PAIRED);
+                    if (sends) bring_near(ahead[j + k] + d, two ? 2 * PAIRED : PAIRED);
                     sums[k] = _mm512_dpbf16_ps(sums[k], part, paired(lines[j + k] + d));
                     if (two) sums[k] = _mm512_dpbf16_ps(sums[k], other, paired(lines[j + k] + d + PAIRED));
                 }
