@@ -21,4 +21,4 @@ assert not any(isinstance(thing, Node) for thing in gc.get_objects())
 
 
 def test_what_is_loaded_is_frozen_and_what_is_garbage_is_gone():
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True)
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)
