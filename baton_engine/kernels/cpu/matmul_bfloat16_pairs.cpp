@@ -12,6 +12,7 @@ namespace baton {
 namespace {
 
 constexpr int64_t ROWS = 96;   // that a thread multiplies with a panel at once
+constexpr int64_t LOW = 8;     // below so many rows a tile has too few sums to hide the latency of adding to them
 constexpr int64_t AHEAD = 64;  // pairs of a panel, of which those to come are sent for
 
 // sums [R][PANEL] of rows of x and a panel, whose own lines are sent for a little ahead: to stay, or for ONCE. A panel
@@ -90,13 +91,21 @@ class PairProduct {
     void multiply_block(int64_t panel, int64_t begin) const {
         const int64_t end = std::min(begin + ROWS, outputs.rows), tiles = (end - begin + TILE - 1) / TILE;
         const uint32_t *here = weight + panel * pairs * PANEL, *next = here + pairs * PANEL;
-        for (int64_t first = begin; first < end; first += TILE, next += pairs * PANEL / tiles)
-            with_count<TILE>(std::min(TILE, end - first), [&](auto rows) {
+        for (int64_t first = begin; first < end; next += pairs * PANEL / tiles) {
+            const int64_t height = tile_of(end - first);
+            with_count<TILE>(height, [&](auto rows) {
                 alignas(64) float sums[rows * PANEL];
                 auto multiply = outputs.rows <= TILE ? multiply_panel<rows, true> : multiply_panel<rows, false>;
                 multiply(x + first * inputs, inputs, here, pairs, next, (ACROSS << 16) / tiles, sums);
                 outputs.put(sums, PANEL, first, rows, panel * PANEL);
             });
+            first += height;
+        }
+    }
+
+    // Rows of the next tile where so many are left: no last one that is low.
+    static int64_t tile_of(int64_t left) {
+        return left > TILE && left < TILE + LOW ? (left + 1) / 2 : std::min(TILE, left);
     }
 };
 
