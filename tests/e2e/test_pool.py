@@ -19,7 +19,7 @@ PROMPT_TOKENS = 400
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("llama"), "llama")
+    return make_model(tmp_path_factory.mktemp("llama"), "llama", max_position=4096)
 
 
 @pytest.fixture
@@ -129,7 +129,8 @@ def test_a_prefill_worker_that_starts_again_finds_its_prompts_in_the_pool(
 def test_a_stream_whose_decode_worker_is_killed_goes_on_with_its_tokens_from_the_pool(
     cluster: Served, checkpoint: Path
 ) -> None:
-    stream = _Stream(cluster, _prompt(1), max_tokens=1500)
+    # On a busy machine what is read lags behind what is generated, by hundreds of tokens.
+    stream = _Stream(cluster, _prompt(1), max_tokens=3500)
     stream.start()
     victim = cluster.child("decode")
     stream.wait_for(1000)
@@ -138,7 +139,7 @@ def test_a_stream_whose_decode_worker_is_killed_goes_on_with_its_tokens_from_the
     assert_gone([victim])
     stream.join(60)
     assert stream.last == "data: [DONE]"
-    assert len(stream.tokens) == 1500
+    assert len(stream.tokens) == 3500
     assert cluster.metric("baton_migrations_total") == 1
     Reference(checkpoint).assert_greedy(_prompt(1), stream.tokens)
     # What the prefill worker computed itself it has in its own cache. The pool gives the rest, but for the last tokens,
