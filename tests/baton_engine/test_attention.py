@@ -88,9 +88,12 @@ def test_every_group_size_and_window_agrees_with_the_twin(heads, kv_heads, windo
     close(actual, expected)
 
 
-row = st.tuples(st.integers(1, 40), st.integers(0, 150)).map(lambda r: (r[0], r[0] + r[1]))
+row = st.tuples(st.integers(0, 40), st.integers(0, 150)).map(lambda r: (r[0], r[0] + r[1]))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pairs"), [(torch.float32, False), (torch.bfloat16, True)], ids=["float32", "pairs"]
+)
 @settings(max_examples=25, deadline=None)
 @given(
     rows=st.lists(row, min_size=1, max_size=6),
@@ -98,15 +101,16 @@ row = st.tuples(st.integers(1, 40), st.integers(0, 150)).map(lambda r: (r[0], r[
     group=st.sampled_from([1, 2, 3, 9]),
     window=st.none() | st.integers(1, 200),
 )
-def test_any_ragged_batch_agrees_with_the_twin(rows, block_tokens, group, window):
+def test_any_ragged_batch_agrees_with_the_twin(rows, block_tokens, group, window, dtype, pairs):
     actual, expected = attend_both_ways(
         rows,
         block_tokens=block_tokens,
         heads=2 * group,
         kv_heads=2,
-        head_dim=16,
-        dtype=torch.float32,
+        head_dim=32,
+        dtype=dtype,
         window=window,
+        pairs=pairs,
     )
     close(actual, expected)
 

@@ -41,11 +41,13 @@ class FloatTile : Tile<T, K> {
                 weigh_few(lines.keys, key, keys, ahead ? ahead->keys : nullptr);
             else
                 weigh_many(lines.keys, key, keys);
+            if (ahead) this->send_for(ahead->keys, few ? round_up(keys, KEYS_ABREAST) : 0);
             rescale_sums();
             const E* const* sent_for = nullptr;
             if constexpr (few) sent_for = ahead ? ahead->values : nullptr;
             multiply(at.weight_rows.data(), few ? 1 : lanes, lines.values, count, keys, width, at.sums,
                      width, true, sent_for);
+            if (ahead) this->send_for(ahead->values, few ? keys : 0);
         }
         finish();
     }

@@ -3,8 +3,8 @@
 //
 // With many queries a lane is a query: keys are broadcast against the transposed queries, then weights against pairs of
 // values; weights are rounded to bfloat16 before they meet the values, as FlashAttention-2 does. With few (decode) a
-// lane is a pair of the head, and weights stay as they are: there the memory is what costs, so the next keys and values
-// are sent for meanwhile.
+// lane is a pair of the head, and weights stay as they are: there the memory is what costs. In both the keys and values
+// of the next round are sent for meanwhile.
 #pragma once
 
 #include <algorithm>
@@ -33,13 +33,19 @@ struct Interleaving {
 };
 constexpr Interleaving LOWER(0), UPPER(LANES);
 
-// 2^x for x <= 0 and little more, within 2e-7, exact at 0; what is not a number stays none.
-inline __m512 power_of_two(__m512 x) {
-    // A polynomial of the part behind the point, fitted for the least relative error.
+// Polynomials of the part behind the point for 2^x, fitted for the least relative error: 2e-7, and 9e-5 for what is
+// rounded to bfloat16.
+constexpr float POWER[] = {1.8671300794e-03f, 9.0170302959e-03f, 5.5799913130e-02f,
+                           2.4016445014e-01f, 6.9315131181e-01f, 1.0f};
+constexpr float ROUGH_POWER[] = {7.7067174048e-02f, 2.2764484742e-01f, 6.9511681878e-01f, 1.0f};
+
+// 2^x for x <= 0 and little more, exact at 0; what is not a number stays none.
+template <int TERMS>
+inline __m512 power_of_two(__m512 x, const float (&polynomial)[TERMS]) {
     __m512 part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    __m512 power = _mm512_set1_ps(1.8671300794e-03f);
-    for (float next : {9.0170302959e-03f, 5.5799913130e-02f, 2.4016445014e-01f, 6.9315131181e-01f, 1.0f})
-        power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(next));
+    __m512 power = _mm512_set1_ps(polynomial[0]);
+    BATON_UNROLL for (int i = 1; i < TERMS; i++)
+        power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(polynomial[i]));
     return _mm512_scalef_ps(power, x);
 }
 
@@ -148,16 +154,22 @@ class PairTile : Tile<bfloat16, bfloat16> {
         const Pair *rows[KEYS], *weights = reinterpret_cast<const Pair*>(at.scores);
         for (int64_t m = 0; m < lanes; m += LANES)
             for (int64_t d = 0; d < width; d += PAIRED) turn_queries(m, d, queries + d / 2 * lanes + m);
-        Lines<bfloat16> lines;
-        for (int64_t key = first_key(); key < end_position; key += KEYS) {
+        Lines<bfloat16> rounds[2], *here = rounds, *next = rounds + 1;
+        look_up(head, first_key(), *here);
+        for (int64_t key = first_key(); key < end_position; key += KEYS, std::swap(here, next)) {
             int64_t keys = keys_from(key);
-            look_up(head, key, lines);
-            for (int64_t j = 0; j < KEYS; j++) rows[j] = reinterpret_cast<const Pair*>(lines.keys[j]);
-            for (int64_t j = 0; j < keys; j += ABREAST)
+            const Lines<bfloat16>* ahead = look_ahead(key + KEYS, *next);
+            for (int64_t j = 0; j < KEYS; j++) rows[j] = reinterpret_cast<const Pair*>(here->keys[j]);
+            for (int64_t j = 0; j < keys; j += ABREAST) {
+                for (int64_t i = j; ahead && i < j + ABREAST; i++) {
+                    bring_near(ahead->keys[i], width);
+                    bring_near(ahead->values[i], width);
+                }
                 multiply_rows_in_pairs<From::ZERO>(rows + j, 1, queries, lanes, width / 2, lanes,
                                                    at.scores + j * lanes, lanes);
+            }
             weigh_many(key, keys);
-            pair_values(lines.values, keys, values);
+            pair_values(here->values, keys, values);
             for (int64_t m = 0; m < lanes; m += ABREAST) {
                 const Pair* four[ABREAST] = {weights + m, weights + m + 1, weights + m + 2, weights + m + 3};
                 multiply_rows_in_pairs<From::RESCALED>(four, lanes, values, width, (keys + 1) / 2, width,
@@ -206,12 +218,12 @@ class PairTile : Tile<bfloat16, bfloat16> {
             maximum = _mm512_max_ps(before, maximum);
             for (int64_t j = 0; j < keys; j += 2) {
                 const float *even = column + j * lanes, *odd = even + lanes;
-                __m512 first = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(even), scale, maximum));
-                __m512 second = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(odd), scale, maximum));
+                __m512 first = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(even), scale, maximum), ROUGH_POWER);
+                __m512 second = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(odd), scale, maximum), ROUGH_POWER);
                 total = _mm512_add_ps(total, _mm512_add_ps(first, second));
                 _mm512_storeu_si512(column + j / 2 * lanes, rounded_pairs(first, second));
             }
-            __m512 rescale = power_of_two(_mm512_sub_ps(before, maximum));
+            __m512 rescale = power_of_two(_mm512_sub_ps(before, maximum), POWER);
             _mm512_storeu_ps(at.maxima + m, maximum);
             _mm512_storeu_ps(at.rescale + m, rescale);
             _mm512_storeu_ps(at.totals + m, _mm512_fmadd_ps(_mm512_loadu_ps(at.totals + m), rescale, total));
@@ -250,10 +262,12 @@ class PairTile : Tile<bfloat16, bfloat16> {
                 score_few(m, here->keys, keys, ahead ? ahead->keys : nullptr);
                 weigh_few(m, key, keys);
             }
+            if (ahead) send_for(ahead->keys, round_up(keys, LANES));
             for (int64_t m = 0; m < count; m += ABREAST)
                 with_count<ABREAST>(std::min<int64_t>(ABREAST, count - m), [&](auto rows) {
                     add_values_few<rows>(m, here->values, keys, ahead && !m ? ahead->values : nullptr);
                 });
+            if (ahead) send_for(ahead->values, keys);
         }
         finish(rounded_pairs);
     }
@@ -293,11 +307,11 @@ class PairTile : Tile<bfloat16, bfloat16> {
         at.maxima[m] = std::max(at.maxima[m], _mm512_reduce_max_ps(highest) * exponent());
         __m512 maximum = _mm512_set1_ps(at.maxima[m]);
         for (int64_t j = 0; j < keys; j += LANES) {
-            __m512 weight = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(line + j), scale, maximum));
+            __m512 weight = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(line + j), scale, maximum), POWER);
             _mm512_storeu_ps(line + j, weight);
             total = _mm512_add_ps(total, weight);
         }
-        at.rescale[m] = _mm512_cvtss_f32(power_of_two(_mm512_sub_ps(before, maximum)));
+        at.rescale[m] = _mm512_cvtss_f32(power_of_two(_mm512_sub_ps(before, maximum), POWER));
         at.totals[m] = at.totals[m] * at.rescale[m] + _mm512_reduce_add_ps(total);
     }
 

@@ -9,7 +9,7 @@ namespace baton {
 // What is held in registers: sums of so many rows by vectors, besides operands.
 constexpr int ROWS = REGISTERS >= 32 ? 4 : 6;
 constexpr int VECTORS = REGISTERS >= 32 ? 4 : 2;
-constexpr int QUERIES_ABREAST = 4;  // of which each has a sum with every one of four keys
+constexpr int QUERIES_ABREAST = 4, KEYS_ABREAST = 4;  // each with a sum with every one of the others
 
 // c[i][col..] (+)= sum over t of a[i][t * step] * b[t][col..], R rows by V vectors held in registers. `ahead`, where
 // there is one, has the rows that follow those of b.

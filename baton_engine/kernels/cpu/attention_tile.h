@@ -4,6 +4,8 @@
 // `FloatTile` (attention_float.h) or, where all is bfloat16, `PairTile` (attention_pairs.h).
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -90,12 +92,27 @@ class Tile {
     // The round of this tile that begins at `key`, of some KV head.
     void look_up(int64_t of, int64_t key, Lines<K>& to) const { to.look_up(call, row, of, key, keys_from(key)); }
 
-    // The round after this one, which at the end of the row is the first of the next head; null where there is none.
+    // The round after the one that ends before `key`: at the end of a head's keys the first of the next head, at the end
+    // of a row that of the row which comes to this thread if all are equally fast. Null where there is none.
     const Lines<K>* look_ahead(int64_t key, Lines<K>& to) const {
-        bool more = key < end_position;
-        if (!more && head + 1 == call.num_kv_heads) return nullptr;
-        look_up(more ? head : head + 1, more ? key : first_key(), to);
+        if (key < end_position) {
+            look_up(head, key, to);
+        } else if (head + 1 < call.num_kv_heads) {
+            look_up(head + 1, first_key(), to);
+        } else {
+            int64_t next = row + omp_get_num_threads();
+            if (next >= call.num_rows) return nullptr;
+            int64_t length = call.query_starts[next + 1] - call.query_starts[next], end = call.context_lens[next];
+            int64_t first = std::max<int64_t>(0, end - length - call.window + 1);
+            if (first >= end) return nullptr;
+            to.look_up(call, next, 0, first, std::min(KEYS, end - first));
+        }
         return &to;
+    }
+
+    // Sends for the lines of a round from `first` on.
+    void send_for(const K* const* lines, int64_t first = 0) const {
+        for (int64_t j = first; j < KEYS; j++) bring_near(lines[j], width);
     }
 
     // Whether some query of the tile must not see some of these keys.
