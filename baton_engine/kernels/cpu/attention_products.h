@@ -9,7 +9,7 @@ namespace baton {
 // What is held in registers: sums of so many rows by vectors, besides operands.
 constexpr int ROWS = REGISTERS >= 32 ? 4 : 6;
 constexpr int VECTORS = REGISTERS >= 32 ? 4 : 2;
-constexpr int QUERIES_ABREAST = 4, KEYS_ABREAST = 4;  // each with a sum with every one of the others
+constexpr int QUERIES_ABREAST = 4, KEYS_ABREAST = 4;  // every pair of them has a sum
 
 // c[i][col..] (+)= sum over t of a[i][t * step] * b[t][col..], R rows by V vectors held in registers. `ahead`, where
 // there is one, has the rows that follow those of b.
@@ -59,16 +59,16 @@ void multiply(const float* const* a, int64_t step, const E* const* b, int64_t ro
 template <int R, typename E>
 void dots(const float* queries, const E* const* keys, int64_t count, int64_t width, float* scores,
           int64_t stride, const E* const* ahead) {
-    for (int64_t j = 0; j < count; j += 4) {
+    for (int64_t j = 0; j < count; j += KEYS_ABREAST) {
         if (ahead)
-            for (int k = 0; k < 4; k++) bring_near(ahead[j + k], width);
-        Vec acc[R][4] = {};
+            for (int k = 0; k < KEYS_ABREAST; k++) bring_near(ahead[j + k], width);
+        Vec acc[R][KEYS_ABREAST] = {};
         for (int64_t d = 0; d < width; d += LANES) {
-            Vec key[4];
-            for (int k = 0; k < 4; k++) key[k] = load(keys[j + k] + d);
+            Vec key[KEYS_ABREAST];
+            for (int k = 0; k < KEYS_ABREAST; k++) key[k] = load(keys[j + k] + d);
             for (int i = 0; i < R; i++) {
                 Vec query = load(queries + i * width + d);
-                for (int k = 0; k < 4; k++) acc[i][k] += query * key[k];
+                for (int k = 0; k < KEYS_ABREAST; k++) acc[i][k] += query * key[k];
             }
         }
         for (int i = 0; i < R; i++)
