@@ -16,8 +16,6 @@
 
 namespace baton {
 
-#define BATON_PAIRS __attribute__((target("avx512bf16")))
-
 typedef uint32_t Pair;  // of numbers that lie side by side; read and written by memcpy and as vectors only
 
 constexpr int64_t PAIRED = 2 * LANES;  // numbers of a vector of pairs

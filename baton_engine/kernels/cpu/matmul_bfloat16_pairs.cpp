@@ -19,9 +19,9 @@ constexpr int64_t AHEAD = 64;  // pairs of a panel, of which those to come are s
 // that stays is followed by another, of which each tile sends for its share, line by line from `next` on,
 // `step` / 65536 of them per pair.
 template <int R, bool ONCE>
-__attribute__((noinline, target("avx512bf16"))) void multiply_panel(const bfloat16* x, int64_t inputs,
-                                                                    const uint32_t* panel, int64_t pairs,
-                                                                    const uint32_t* next, int64_t step, float* sums) {
+BATON_PAIRS __attribute__((noinline)) void multiply_panel(const bfloat16* x, int64_t inputs, const uint32_t* panel,
+                                                          int64_t pairs, const uint32_t* next, int64_t step,
+                                                          float* sums) {
     // Every fourth row has an address of its own: registers for all of them there are not.
     constexpr int FOURTHS = (R + 3) / 4;
     const bfloat16* rows[FOURTHS];
@@ -97,10 +97,31 @@ class PairProduct {
                 alignas(64) float sums[rows * PANEL];
                 auto multiply = outputs.rows <= TILE ? multiply_panel<rows, true> : multiply_panel<rows, false>;
                 multiply(x + first * inputs, inputs, here, pairs, next, (ACROSS << 16) / tiles, sums);
-                outputs.put(sums, PANEL, first, rows, panel * PANEL);
+                put(sums, first, rows, panel * PANEL);
             });
             first += height;
         }
+    }
+
+    // sums [count][PANEL] become the columns from `column` on of the rows from `row` on. The processor rounds a whole
+    // panel's; the last one may have fewer columns.
+    BATON_PAIRS void put(const float* sums, int64_t row, int64_t count, int64_t column) const {
+        if constexpr (std::is_same_v<T, bfloat16>) {
+            static_assert(PANEL == 2 * LANES);
+            if (column + PANEL <= outputs.columns) {
+                __m512 bias[ACROSS] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+                for (int v = 0; outputs.bias && v < ACROSS; v++)
+                    bias[v] = _mm512_loadu_ps(outputs.bias + column + v * LANES);
+                for (int64_t i = 0; i < count; i++) {
+                    __m512 first = _mm512_add_ps(_mm512_loadu_ps(sums + i * PANEL), bias[0]);
+                    __m512 second = _mm512_add_ps(_mm512_loadu_ps(sums + i * PANEL + LANES), bias[1]);
+                    _mm512_storeu_si512(outputs.out + (row + i) * outputs.columns + column,
+                                        (__m512i)_mm512_cvtne2ps_pbh(second, first));
+                }
+                return;
+            }
+        }
+        outputs.put(sums, PANEL, row, count, column);
     }
 
     // Rows of the next tile where so many are left: no last one that is low.
