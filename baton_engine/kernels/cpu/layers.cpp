@@ -154,9 +154,18 @@ class Layers {
     void feed_forward(const Layer& layer, T* x, T* residual, int64_t count) {
         rms_norm(x, residual, static_cast<const T*>(layer.post_norm), at.normed, count, shape.hidden,
                  shape.norm_eps);
-        multiply(layer.gate_up, at.normed, at.wide, count);
-        silu_mul(at.wide, at.gated, count, shape.width);
+        gate(layer.gate_up, count);
         multiply(layer.down, at.gated, x, count);
+    }
+
+    void gate(const Matrix& gate_up, int64_t count) {
+#ifdef __AVX512F__
+        if constexpr (std::is_same_v<T, bfloat16>)
+            if (shape.product == PAIRS && gates_in_pairs(gate_up, count))
+                return gate_pairs(gate_up, at.normed, at.gated, count);
+#endif
+        multiply(gate_up, at.normed, at.wide, count);
+        silu_mul(at.wide, at.gated, count, shape.width);
     }
 
     void select(const T* from, T* to) const {

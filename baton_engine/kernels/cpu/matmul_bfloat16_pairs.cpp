@@ -59,14 +59,21 @@ class PairProduct {
         if (inputs % 2) complete_rows();
         // Few rows read the weights as fast as memory gives them: what a thread takes lies in one piece. Many compute:
         // pieces are small, so that a thread that was held up keeps the others waiting for little.
-        int64_t blocks = (outputs.rows + ROWS - 1) / ROWS;
-        if (blocks == 1) {
+        if (outputs.rows <= ROWS) {
 #pragma omp for schedule(guided, 1)
             for (int64_t panel = 0; panel < panels; panel++) multiply_block(panel, 0);
         } else {
+            int64_t blocks = (outputs.rows + ROWS - 1) / ROWS;
 #pragma omp for schedule(dynamic, 1)
             for (int64_t item = 0; item < panels * blocks; item++) multiply_block(item / blocks, item % blocks * ROWS);
         }
+    }
+
+    // The same for `gate_pairs`.
+    void run_gated() const {
+        int64_t blocks = (outputs.rows + ROWS - 1) / ROWS;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < panels / 2 * blocks; item++) gate_block(item / blocks, item % blocks * ROWS);
     }
 
    private:
@@ -86,21 +93,50 @@ class PairProduct {
         x = whole, inputs = 2 * pairs;
     }
 
-    // A panel times a block of rows; it stays in the second cache while the tiles pass over it, and the next one comes,
-    // which with several blocks some other thread may take.
+    // A panel times a block of rows.
     void multiply_block(int64_t panel, int64_t begin) const {
-        const int64_t end = std::min(begin + ROWS, outputs.rows), tiles = (end - begin + TILE - 1) / TILE;
-        const uint32_t *here = weight + panel * pairs * PANEL, *next = here + pairs * PANEL;
-        for (int64_t first = begin; first < end; next += pairs * PANEL / tiles) {
+        with_tiles(begin, [&](auto rows, int64_t first, int64_t part, int64_t parts) {
+            alignas(64) float sums[rows * PANEL];
+            multiply_tile<rows>(panel, first, part, parts, sums);
+            put(sums, first, rows, panel * PANEL);
+        });
+    }
+
+    // A panel of gates, and that of what they let through, times a block of rows.
+    void gate_block(int64_t panel, int64_t begin) const {
+        with_tiles(begin, [&](auto rows, int64_t first, int64_t part, int64_t parts) {
+            alignas(64) float gates[rows * PANEL], values[rows * PANEL];
+            multiply_tile<rows>(panel, first, part, parts, gates);
+            multiply_tile<rows>(panel + panels / 2, first, part, parts, values);
+            put_gated(gates, values, first, rows, panel * PANEL);
+        });
+    }
+
+    // Calls `body` for each tile of the block of rows that begins at `begin`: with its rows as a constant, the first of
+    // them, and which of how many tiles it is.
+    template <typename Body>
+    void with_tiles(int64_t begin, Body body) const {
+        const int64_t end = std::min(begin + ROWS, outputs.rows), parts = (end - begin + TILE - 1) / TILE;
+        for (int64_t first = begin, part = 0; first < end; part++) {
             const int64_t height = tile_of(end - first);
-            with_count<TILE>(height, [&](auto rows) {
-                alignas(64) float sums[rows * PANEL];
-                auto multiply = outputs.rows <= TILE ? multiply_panel<rows, true> : multiply_panel<rows, false>;
-                multiply(x + first * inputs, inputs, here, pairs, next, (ACROSS << 16) / tiles, sums);
-                put(sums, first, rows, panel * PANEL);
-            });
+            with_count<TILE>(height, [&](auto rows) { body(rows, first, part, parts); });
             first += height;
         }
+    }
+
+    // A panel stays in the second cache while the tiles pass over it, and the next one comes, which with several blocks
+    // some other thread may take.
+    template <int R>
+    void multiply_tile(int64_t panel, int64_t first, int64_t part, int64_t parts, float* sums) const {
+        const int64_t size = pairs * PANEL;
+        const uint32_t *here = weight + panel * size, *next = here + size + part * (size / parts);
+        auto multiply = outputs.rows <= TILE ? multiply_panel<R, true> : multiply_panel<R, false>;
+        multiply(x + first * inputs, inputs, here, pairs, next, (ACROSS << 16) / parts, sums);
+    }
+
+    // Rows of the next tile where so many are left: no last one that is low.
+    static int64_t tile_of(int64_t left) {
+        return left > TILE && left < TILE + LOW ? (left + 1) / 2 : std::min(TILE, left);
     }
 
     // sums [count][PANEL] become the columns from `column` on of the rows from `row` on. The processor rounds a whole
@@ -124,9 +160,22 @@ class PairProduct {
         outputs.put(sums, PANEL, row, count, column);
     }
 
-    // Rows of the next tile where so many are left: no last one that is low.
-    static int64_t tile_of(int64_t left) {
-        return left > TILE && left < TILE + LOW ? (left + 1) / 2 : std::min(TILE, left);
+    // The same for gates and values, both rounded before one is applied to the other: as `silu_mul` finds them.
+    BATON_PAIRS void put_gated(const float* gates, const float* values, int64_t row, int64_t count, int64_t column) const {
+        for (int64_t i = 0; i < count; i++) {
+            __m512 gated[ACROSS];
+            for (int v = 0; v < ACROSS; v++) {
+                const int64_t at = i * PANEL + v * LANES;
+                gated[v] = (__m512)(silu(rounded(gates + at)) * rounded(values + at));
+            }
+            _mm512_storeu_si512(outputs.out + (row + i) * (outputs.columns / 2) + column,
+                                (__m512i)_mm512_cvtne2ps_pbh(gated[1], gated[0]));
+        }
+    }
+
+    BATON_PAIRS static Vec rounded(const float* sums) {
+        __m256i bits = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(sums));
+        return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
     }
 };
 
@@ -135,6 +184,14 @@ class PairProduct {
 template <typename T>
 void multiply_pairs(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, float* packed) {
     PairProduct<T>(matrix, x, out, rows, reinterpret_cast<bfloat16*>(packed)).run();
+}
+
+bool gates_in_pairs(const Matrix& matrix, int64_t rows) {
+    return rows > ROWS && !matrix.bias && matrix.inputs % 2 == 0 && matrix.columns % (2 * PANEL) == 0;
+}
+
+void gate_pairs(const Matrix& matrix, const bfloat16* x, bfloat16* out, int64_t rows) {
+    PairProduct<bfloat16>(matrix, x, out, rows, nullptr).run_gated();
 }
 
 namespace {

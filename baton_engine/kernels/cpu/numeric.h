@@ -198,4 +198,10 @@ inline Vec exponential(Vec x) {
 #endif
 }
 
+// x / (1 + exp(-x)). exp(-x) of very negative x would overflow; silu has long been 0 there.
+inline Vec silu(Vec x) {
+    Vec negated = -x;
+    return x / (1.0f + exponential(negated > 87.0f ? splat(87.0f) : negated));
+}
+
 }  // namespace baton
