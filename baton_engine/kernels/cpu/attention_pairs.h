@@ -174,7 +174,7 @@ class PairTile : Tile<bfloat16, bfloat16> {
                                                        at.sums + m * width, width, at.rescale + m);
             }
         }
-        finish(rounded);
+        finish<rounded>();
     }
 
     // The pairs from element d on of a vector of queries, a line for each; zeros beyond the queries that there are.
@@ -237,15 +237,16 @@ class PairTile : Tile<bfloat16, bfloat16> {
         return LOWER.of(both, _mm512_shuffle_i64x2(both, both, 0xee));
     }
 
-    // `narrow` makes bfloat16 of two vectors of sums, in the order of the head.
-    void finish(__m512i (*narrow)(__m512 first, __m512 second)) const {
+    // NARROW makes bfloat16 of two vectors of sums, in the order of the head.
+    template <__m512i (*NARROW)(__m512 first, __m512 second)>
+    BATON_PAIRS void finish() const {
         for (int64_t m = 0; m < count; m++) {
             bfloat16* out = answer(m);
             __m512 inverse = _mm512_set1_ps(1.0f / at.totals[m]);
             for (int64_t d = 0; d < width; d += PAIRED) {
                 __m512 first = _mm512_mul_ps(_mm512_loadu_ps(at.sums + m * width + d), inverse);
                 __m512 second = _mm512_mul_ps(_mm512_loadu_ps(at.sums + m * width + d + LANES), inverse);
-                _mm512_storeu_si512(out + d, narrow(first, second));
+                _mm512_storeu_si512(out + d, NARROW(first, second));
             }
         }
     }
@@ -267,7 +268,7 @@ class PairTile : Tile<bfloat16, bfloat16> {
                 });
             if (ahead) send_for(ahead->values, keys);
         }
-        finish(rounded_pairs);
+        finish<rounded_pairs>();
     }
 
     BATON_PAIRS static __m512bh paired(const bfloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
