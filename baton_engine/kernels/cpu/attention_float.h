@@ -2,8 +2,8 @@
 //
 // Two ways to the scores. With many queries a lane is a query: keys, widened first, are broadcast against the
 // transposed queries, so nothing is ever transposed per key. With few (decode) a lane is an element of the head, and of
-// the scores a key. There the memory is what costs: keys and values are read where they lie, and the next ones sent for
-// meanwhile.
+// the scores a key. There the memory is what costs: keys and values are read where they lie. In both the next ones
+// are sent for meanwhile; with many queries, which compute longer, all at once.
 #pragma once
 
 #include <type_traits>
@@ -35,19 +35,20 @@ class FloatTile : Tile<T, K> {
         this->look_up(head, this->first_key(), *here);
         for (int64_t key = this->first_key(); key < end_position; key += KEYS, std::swap(here, next)) {
             int64_t keys = this->keys_from(key);
-            const Lines<K>* ahead = this->look_ahead(key + KEYS, *next);
+            const Lines<K>* ahead =
+                few ? this->look_ahead(key + KEYS, *next) : this->look_ahead_in_head(key + KEYS, *next);
             const Lines<E>& lines = as_computed(*here, keys, copies);
             if constexpr (few)
                 weigh_few(lines.keys, key, keys, ahead ? ahead->keys : nullptr);
             else
                 weigh_many(lines.keys, key, keys);
-            if (ahead) this->send_for(ahead->keys, few ? round_up(keys, KEYS_ABREAST) : 0);
+            if (ahead) this->send_for(ahead->keys, few ? round_up(keys, KEYS_ABREAST) : 0, KEYS);
             rescale_sums();
             const E* const* sent_for = nullptr;
             if constexpr (few) sent_for = ahead ? ahead->values : nullptr;
             multiply(at.weight_rows.data(), few ? 1 : lanes, lines.values, count, keys, width, at.sums,
                      width, true, sent_for);
-            if (ahead) this->send_for(ahead->values, few ? keys : 0);
+            if (ahead) this->send_for(ahead->values, few ? keys : 0, KEYS);
         }
         finish();
     }

@@ -156,13 +156,10 @@ class PairTile : Tile<bfloat16, bfloat16> {
         look_up(head, first_key(), *here);
         for (int64_t key = first_key(); key < end_position; key += KEYS, std::swap(here, next)) {
             int64_t keys = keys_from(key);
-            const Lines<bfloat16>* ahead = look_ahead(key + KEYS, *next);
+            const Lines<bfloat16>* ahead = look_ahead_in_head(key + KEYS, *next);
             for (int64_t j = 0; j < KEYS; j++) rows[j] = reinterpret_cast<const Pair*>(here->keys[j]);
             for (int64_t j = 0; j < keys; j += ABREAST) {
-                for (int64_t i = j; ahead && i < j + ABREAST; i++) {
-                    bring_near(ahead->keys[i], width);
-                    bring_near(ahead->values[i], width);
-                }
+                if (ahead) send_for(ahead->keys, j, j + ABREAST), send_for(ahead->values, j, j + ABREAST);
                 multiply_rows_in_pairs<From::ZERO>(rows + j, 1, queries, lanes, width / 2, lanes,
                                                    at.scores + j * lanes, lanes);
             }
@@ -261,12 +258,12 @@ class PairTile : Tile<bfloat16, bfloat16> {
                 score_few(m, here->keys, keys, ahead ? ahead->keys : nullptr);
                 weigh_few(m, key, keys);
             }
-            if (ahead) send_for(ahead->keys, round_up(keys, LANES));
+            if (ahead) send_for(ahead->keys, round_up(keys, LANES), KEYS);
             for (int64_t m = 0; m < count; m += ABREAST)
                 with_count<ABREAST>(std::min<int64_t>(ABREAST, count - m), [&](auto rows) {
                     add_values_few<rows>(m, here->values, keys, ahead && !m ? ahead->values : nullptr);
                 });
-            if (ahead) send_for(ahead->values, keys);
+            if (ahead) send_for(ahead->values, keys, KEYS);
         }
         finish<rounded_pairs>();
     }

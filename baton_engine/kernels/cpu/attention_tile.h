@@ -83,8 +83,9 @@ class Tile {
             at.positions[m] = begin_position + std::min(m, count - 1) / group;
     }
 
-    // The first key that some query sees.
-    int64_t first_key() const { return std::max<int64_t>(0, begin_position - call.window + 1); }
+    // The first key that some query sees, of this tile or of one that begins at `begin`.
+    int64_t first_key() const { return first_key(begin_position); }
+    int64_t first_key(int64_t begin) const { return std::max<int64_t>(0, begin - call.window + 1); }
 
     // Keys of the round that begins at `key`.
     int64_t keys_from(int64_t key) const { return std::min(KEYS, end_position - key); }
@@ -92,8 +93,9 @@ class Tile {
     // The round of this tile that begins at `key`, of some KV head.
     void look_up(int64_t of, int64_t key, Lines<K>& to) const { to.look_up(call, row, of, key, keys_from(key)); }
 
-    // The round after the one that ends before `key`: at the end of a head's keys the first of the next head, at the end
-    // of a row that of the row which comes to this thread if all are equally fast. Null where there is none.
+    // With few queries, the round after the one that ends before `key`: at the end of a head's keys the first of the
+    // next head, at the end of a row that of the row which comes to this thread if threads take whole rows and all are
+    // equally fast. Null where there is none.
     const Lines<K>* look_ahead(int64_t key, Lines<K>& to) const {
         if (key < end_position) {
             look_up(head, key, to);
@@ -103,16 +105,23 @@ class Tile {
             int64_t next = row + omp_get_num_threads();
             if (next >= call.num_rows) return nullptr;
             int64_t length = call.query_starts[next + 1] - call.query_starts[next], end = call.context_lens[next];
-            int64_t first = std::max<int64_t>(0, end - length - call.window + 1);
+            int64_t first = first_key(end - length);
             if (first >= end) return nullptr;
             to.look_up(call, next, 0, first, std::min(KEYS, end - first));
         }
         return &to;
     }
 
-    // Sends for the lines of a round from `first` on.
-    void send_for(const K* const* lines, int64_t first = 0) const {
-        for (int64_t j = first; j < KEYS; j++) bring_near(lines[j], width);
+    // With many, which take all keys of a head and then whatever tile is left: null behind the last round of the head.
+    const Lines<K>* look_ahead_in_head(int64_t key, Lines<K>& to) const {
+        if (key >= end_position) return nullptr;
+        look_up(head, key, to);
+        return &to;
+    }
+
+    // Sends for the lines [first, end) of a round.
+    void send_for(const K* const* lines, int64_t first, int64_t end) const {
+        for (int64_t j = first; j < end; j++) bring_near(lines[j], width);
     }
 
     // Whether some query of the tile must not see some of these keys.

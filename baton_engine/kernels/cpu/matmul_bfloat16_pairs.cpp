@@ -63,17 +63,13 @@ class PairProduct {
 #pragma omp for schedule(guided, 1)
             for (int64_t panel = 0; panel < panels; panel++) multiply_block(panel, 0);
         } else {
-            int64_t blocks = (outputs.rows + ROWS - 1) / ROWS;
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t item = 0; item < panels * blocks; item++) multiply_block(item / blocks, item % blocks * ROWS);
+            with_blocks(panels, [&](int64_t panel, int64_t begin) { multiply_block(panel, begin); });
         }
     }
 
     // The same for `gate_pairs`.
     void run_gated() const {
-        int64_t blocks = (outputs.rows + ROWS - 1) / ROWS;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < panels / 2 * blocks; item++) gate_block(item / blocks, item % blocks * ROWS);
+        with_blocks(panels / 2, [&](int64_t panel, int64_t begin) { gate_block(panel, begin); });
     }
 
    private:
@@ -91,6 +87,14 @@ class PairProduct {
             *end = bfloat16{};
         }
         x = whole, inputs = 2 * pairs;
+    }
+
+    // Calls `body` for each of the first `count` panels and each block of rows, of which it gets the first.
+    template <typename Body>
+    void with_blocks(int64_t count, Body body) const {
+        int64_t blocks = (outputs.rows + ROWS - 1) / ROWS;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < count * blocks; item++) body(item / blocks, item % blocks * ROWS);
     }
 
     // A panel times a block of rows.
@@ -124,8 +128,8 @@ class PairProduct {
         }
     }
 
-    // A panel stays in the second cache while the tiles pass over it, and the next one comes, which with several blocks
-    // some other thread may take.
+    // A panel (of gated ones two) stays in the second cache while the tiles pass over it, and the next one comes, which
+    // with several blocks some other thread may take.
     template <int R>
     void multiply_tile(int64_t panel, int64_t first, int64_t part, int64_t parts, float* sums) const {
         const int64_t size = pairs * PANEL;
@@ -145,7 +149,8 @@ class PairProduct {
         if constexpr (std::is_same_v<T, bfloat16>) {
             static_assert(PANEL == 2 * LANES);
             if (column + PANEL <= outputs.columns) {
-                __m512 bias[ACROSS] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+                const __m512 nothing = _mm512_set1_ps(-0.0f);  // what leaves any sum as it is, -0 too
+                __m512 bias[ACROSS] = {nothing, nothing};
                 for (int v = 0; outputs.bias && v < ACROSS; v++)
                     bias[v] = _mm512_loadu_ps(outputs.bias + column + v * LANES);
                 for (int64_t i = 0; i < count; i++) {
@@ -161,19 +166,17 @@ class PairProduct {
     }
 
     // The same for gates and values, both rounded before one is applied to the other: as `silu_mul` finds them.
-    BATON_PAIRS void put_gated(const float* gates, const float* values, int64_t row, int64_t count, int64_t column) const {
-        for (int64_t i = 0; i < count; i++) {
-            __m512 gated[ACROSS];
-            for (int v = 0; v < ACROSS; v++) {
-                const int64_t at = i * PANEL + v * LANES;
-                gated[v] = (__m512)(silu(rounded(gates + at)) * rounded(values + at));
-            }
+    BATON_PAIRS void put_gated(const float* gates, const float* values, int64_t row, int64_t count,
+                               int64_t column) const {
+        for (int64_t i = 0; i < count; i++, gates += PANEL, values += PANEL) {
+            Vec first = silu(as_bfloat16(gates)) * as_bfloat16(values);
+            Vec second = silu(as_bfloat16(gates + LANES)) * as_bfloat16(values + LANES);
             _mm512_storeu_si512(outputs.out + (row + i) * (outputs.columns / 2) + column,
-                                (__m512i)_mm512_cvtne2ps_pbh(gated[1], gated[0]));
+                                (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
         }
     }
 
-    BATON_PAIRS static Vec rounded(const float* sums) {
+    BATON_PAIRS static Vec as_bfloat16(const float* sums) {
         __m256i bits = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(sums));
         return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
     }

@@ -164,8 +164,8 @@ inline void transpose(Vec rows[LANES]) {
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// exp(x) for x <= 88, within 2 units in the last place; exactly 0 far below -87, and what is not a number stays none, so
-// that it shows in the logits. Cody and Waite's reduction, Cephes' polynomial.
+// exp(x) for x <= 88, within 2 units in the last place down to -87 and exactly 0 below -104; what is not a number stays
+// none, so that it shows in the logits. Cody and Waite's reduction, Cephes' polynomial.
 inline Vec exponential(Vec x) {
 #ifdef __AVX512F__
     x = (Vec)_mm512_max_ps(_mm512_set1_ps(-110.0f), (__m512)x);

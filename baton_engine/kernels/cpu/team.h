@@ -27,12 +27,13 @@ void multiply_bfloat16(const Matrix& matrix, const T* x, T* out, int64_t rows, f
 // x is multiplied as bfloat16, by a processor with avx512_bf16; `packed` is only used where inputs are odd.
 template <typename T>
 void multiply_pairs(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, float* packed);
-// out [rows][columns / 2] = silu of the first half of the product's columns times the second half, to the bit what
-// `multiply_pairs` and `silu_mul` give, without the memory for what lies between them. Where `gates_in_pairs`: for many
-// rows, whole panels and no bias.
+// out [rows][columns / 2] = silu of the first half of the product's columns times the second half: what `multiply_pairs`
+// and `silu_mul` give, without writing what lies between them. What is too small to be normal is zero, for which the
+// next product takes it in any case. Where `gates_in_pairs`: for many rows, whole panels and no bias.
 bool gates_in_pairs(const Matrix& matrix, int64_t rows);
 void gate_pairs(const Matrix& matrix, const bfloat16* x, bfloat16* out, int64_t rows);
-// As `multiply_pairs`, by a processor with AMX, whose process asked Linux for tiles; the weights lie in panels of AVX-512.
+// As `multiply_pairs`, by a processor with AMX, whose process asked Linux for tiles; the weights lie in panels of
+// AVX-512.
 template <typename T>
 void multiply_tiles(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, float* packed);
 template <typename T>
