@@ -10,6 +10,7 @@ Where there is none (no compiler at the installation) every caller has a slower 
 import ctypes
 import platform
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from baton.cpu_features import cpu_flags
@@ -164,6 +165,15 @@ def find(library: Library) -> Path:
     file = library.file(built_variant(library))
     _check_fresh(library, file)
     return file
+
+
+def digest(library: Library) -> str:
+    """SHA-256 of the library's file for this processor: other sources give another one, and mostly another compiler does.
+
+    Raises:
+        NotBuiltError: There is none, or it is older than its sources.
+    """
+    return sha256(find(library).read_bytes()).hexdigest()
 
 
 def load(library: Library) -> ctypes.CDLL:

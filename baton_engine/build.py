@@ -35,7 +35,12 @@ from baton_engine.host import ThreadEngineHost
 from baton_engine.kernels.cpu.product_choice import Bfloat16Product, choose_product, rounding
 from baton_engine.kernels.ports import BatchInvariant
 from baton_engine.kernels.reference import ReferenceKernels
-from baton_engine.kernels.select import check_deterministic, check_quantization, choose_kv_dtype
+from baton_engine.kernels.select import (
+    check_deterministic,
+    check_quantization,
+    choose_kv_dtype,
+    triton_build,
+)
 from baton_engine.models.checkpoint import read_checkpoint
 from baton_engine.models.config import (
     ModelSpec,
@@ -299,7 +304,8 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
     spec = quantised(spec, model.quantization)
     if config.deterministic:
         check_deterministic(device, dtype)
-        spec = pinned(spec, gpu_kind(device) or rounding(product))
+        kind = gpu_kind(device)
+        spec = pinned(spec, f"{kind}-{triton_build()}" if kind else rounding(product))
     speculation = read_speculative(config.speculative_config)
     drafter = _choose_drafter(speculation, spec, path, model.quantization)
     widened = is_widened(spec, model.dtype, dtype)

@@ -1,7 +1,9 @@
 """Chooses the kernels for a device: the one place that knows which implementations exist."""
 
 import logging
+from hashlib import sha256
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -96,6 +98,16 @@ def check_deterministic(device: torch.device, dtype: torch.dtype) -> None:
         missing = f"computes in float16 or bfloat16, not in {_name(dtype)}"
     if missing:
         raise ConfigError(f"deterministic on {device.type} {missing}", param="engine.deterministic")
+
+
+def triton_build() -> str:
+    """Which Triton kernels compute on a GPU here, besides its kind: 12 hex digits of their sources, Triton and torch."""
+    import triton
+
+    builds = sha256(f"{torch.__version__} {triton.__version__}".encode())
+    for source in sorted((Path(__file__).parent / "triton").glob("*.py")):
+        builds.update(source.read_bytes())
+    return builds.hexdigest()[:12]
 
 
 def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -181,7 +181,7 @@ def pinned(spec: ModelSpec, kind: str) -> ModelSpec:
 
     Args:
         spec: The model.
-        kind: Of GPU, or of the CPU's products, which says which bits these are.
+        kind: Of GPU or of the CPU's products, and the build of the kernels, which say which bits these are.
     """
     return replace(spec, fingerprint=f"{spec.fingerprint}-deterministic-{kind}")
 

@@ -8,6 +8,7 @@ from threading import Event
 import pytest
 import torch
 
+from baton import native
 from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import ConfigError
 from baton.generation import Prompt, SamplingParams, TokenSample
@@ -16,7 +17,12 @@ from baton_engine.build import build_engine
 from baton_engine.host import ThreadEngineHost
 from baton_engine.kernels import select
 from baton_engine.kernels.cpu.matmul import multiplies_int8, reads_bfloat16
-from baton_engine.kernels.cpu.product_choice import AUTO, Bfloat16Product, choose_product
+from baton_engine.kernels.cpu.product_choice import (
+    AUTO,
+    Bfloat16Product,
+    choose_product,
+    rounding,
+)
 from baton_engine.kernels.select import check_deterministic
 from baton_engine.messages import Generate, Prefill, Receive, Release, StepEvents
 from baton_engine.models.config import load_spec, pinned
@@ -358,3 +364,29 @@ def test_a_gpu_takes_it_with_tritons_kernels_of_16_bits_and_refuses_it_by_name_w
     monkeypatch.setattr(select, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs Triton"):
         check_deterministic(cuda, torch.bfloat16)
+
+
+def test_another_build_of_the_cpu_kernels_or_of_torch_gives_other_bits_by_name(monkeypatch):
+    monkeypatch.setattr(native, "built_variant", lambda library: native.GENERIC)
+    monkeypatch.setattr(native, "digest", lambda library: "one")
+    names = [rounding(Bfloat16Product.ONEDNN)]
+    monkeypatch.setattr(torch, "__version__", "0.0.1")
+    names.append(rounding(Bfloat16Product.ONEDNN))
+    monkeypatch.setattr(native, "digest", lambda library: "another")
+    names.append(rounding(Bfloat16Product.ONEDNN))
+    assert len(set(names)) == 3
+    assert len({name.rpartition("-")[0] for name in names}) == 1
+
+
+def test_other_triton_kernels_give_other_bits_by_name(monkeypatch, tmp_path):
+    pytest.importorskip("triton", reason='pip install "baton-serve[triton]"')
+    kernel = tmp_path / "triton" / "kernel.py"
+    kernel.parent.mkdir()
+    monkeypatch.setattr(select, "__file__", str(tmp_path / "select.py"))
+    builds = []
+    for text in ("", "x = 1"):
+        kernel.write_text(text)
+        builds.append(select.triton_build())
+    monkeypatch.setattr(torch, "__version__", "0.0.1")
+    builds.append(select.triton_build())
+    assert len(set(builds)) == 3

@@ -164,13 +164,16 @@ def _can_mix(products: Iterable[Bfloat16Product]) -> bool:
 
 def rounding(product: Bfloat16Product) -> str:
     """What decides the bits of a result on this CPU: the product, the instructions that our kernels are built for,
-    and torch's.
+    and torch's, and which builds of both they are.
     """
+    builds = [str(torch.__version__)]
     try:
         kernels = native.built_variant(native.CPU_KERNELS).name
+        builds.append(native.digest(native.CPU_KERNELS))
     except native.NotBuiltError:
         kernels = "none"
-    return f"{product}-{kernels}-{torch.backends.cpu.get_cpu_capability().lower()}"
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    return f"{product}-{kernels}-{capability}-{sha256(' '.join(builds).encode()).hexdigest()[:12]}"
 
 
 def choose_product(
@@ -315,7 +318,7 @@ def _key(possible: Sequence[Bfloat16Product]) -> str:
         cpu_name(),
         *sorted(cpu_flags()),
         torch.__version__,
-        sha256(native.find(native.CPU_KERNELS).read_bytes()).hexdigest(),
+        native.digest(native.CPU_KERNELS),
         *possible,
     )
     return sha256("\n".join(facts).encode()).hexdigest()[:16]
