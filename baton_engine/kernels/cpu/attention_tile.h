@@ -93,29 +93,27 @@ class Tile {
     // The round of this tile that begins at `key`, of some KV head.
     void look_up(int64_t of, int64_t key, Lines<K>& to) const { to.look_up(call, row, of, key, keys_from(key)); }
 
-    // With few queries, the round after the one that ends before `key`: at the end of a head's keys the first of the
-    // next head, at the end of a row that of the row which comes to this thread if threads take whole rows and all are
-    // equally fast. Null where there is none.
-    const Lines<K>* look_ahead(int64_t key, Lines<K>& to) const {
-        if (key < end_position) {
-            look_up(head, key, to);
-        } else if (head + 1 < call.num_kv_heads) {
-            look_up(head + 1, first_key(), to);
-        } else {
-            int64_t next = row + omp_get_num_threads();
-            if (next >= call.num_rows) return nullptr;
-            int64_t length = call.query_starts[next + 1] - call.query_starts[next], end = call.context_lens[next];
-            int64_t first = first_key(end - length);
-            if (first >= end) return nullptr;
-            to.look_up(call, next, 0, first, std::min(KEYS, end - first));
-        }
-        return &to;
-    }
-
-    // With many, which take all keys of a head and then whatever tile is left: null behind the last round of the head.
+    // The round after the one that ends before `key`, of the same head; null where there is none.
     const Lines<K>* look_ahead_in_head(int64_t key, Lines<K>& to) const {
         if (key >= end_position) return nullptr;
         look_up(head, key, to);
+        return &to;
+    }
+
+    // The same for few queries, and behind it the first round of the next head, then that of the row which comes to this
+    // thread if threads take whole rows and all are equally fast. With many queries threads take tiles one by one.
+    const Lines<K>* look_ahead(int64_t key, Lines<K>& to) const {
+        if (const Lines<K>* more = look_ahead_in_head(key, to)) return more;
+        if (head + 1 < call.num_kv_heads) {
+            look_up(head + 1, first_key(), to);
+            return &to;
+        }
+        int64_t next = row + omp_get_num_threads();
+        if (next >= call.num_rows) return nullptr;
+        int64_t length = call.query_starts[next + 1] - call.query_starts[next], end = call.context_lens[next];
+        int64_t first = first_key(end - length);
+        if (first >= end) return nullptr;
+        to.look_up(call, next, 0, first, std::min(KEYS, end - first));
         return &to;
     }
 
