@@ -115,12 +115,12 @@ PRICING = Library(
 CPU_KERNELS = Library(
     path="baton_engine/kernels/cpu/kernels",
     sources=(
-        *("attention.cpp", "fused.cpp", "layers.cpp"),
+        *("attention.cpp", "compress.cpp", "fused.cpp", "layers.cpp"),
         *("matmul_bfloat16.cpp", "matmul_bfloat16_pairs.cpp", "matmul_bfloat16_tiles.cpp"),
         "matmul_int8.cpp",
     ),
     headers=(
-        *("numeric.h", "team.h", "tile_instructions.h", "tile_shapes.h", "tiles.h"),
+        *("numeric.h", "panels.h", "team.h", "tile_instructions.h", "tile_shapes.h", "tiles.h"),
         *(
             "attention_float.h",
             "attention_lines.h",

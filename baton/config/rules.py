@@ -81,7 +81,10 @@ PREEMPTIONS = ("arrival", "priority", "slo")
 QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 ENGINES = ("baton", "vllm")
-CPU_PRODUCTS = ("auto", "panels", "pairs", "mixed", "amx", "onednn", "widened")
+CPU_PRODUCTS = (
+    *("auto", "panels", "pairs", "compressed_panels", "compressed_pairs"),
+    *("mixed", "amx", "onednn", "widened"),
+)
 KV_DTYPES = ("auto", "fp8_e4m3")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")

@@ -101,11 +101,12 @@ def pack(
         return BFloat16Panels.pack(
             weight,
             linear.bias,
-            pairs=product in (Bfloat16Product.PAIRS, Bfloat16Product.AMX),
+            pairs=product.in_pairs,
+            compressed=product.is_compressed,
             tiles_above=FEW_TOKENS if product is Bfloat16Product.AMX else None,
         )
     if weight.dtype == torch.bfloat16 and product is Bfloat16Product.MIXED:
-        few = BFloat16Panels.pack(weight, linear.bias, pairs=multiplies_bfloat16())
+        few = BFloat16Panels.pack(weight, linear.bias, pairs=multiplies_bfloat16(), compressed=True)
         return MixedProduct(few=few, many=pack(linear, product=Bfloat16Product.ONEDNN))
     if not _can_pack(weight.dtype):
         return linear
@@ -222,7 +223,12 @@ class WideOutput:
 
 
 def pack_head(
-    weight: torch.Tensor, quantization: str, kernels: KernelSet, *, fixed_rows: bool
+    weight: torch.Tensor,
+    quantization: str,
+    kernels: KernelSet,
+    product: Bfloat16Product = Bfloat16Product.ONEDNN,
+    *,
+    fixed_rows: bool,
 ) -> Projection:
     """The fastest product with the output head's `weight` `[vocab, hidden]` that sums in float32 and gives float32.
 
@@ -233,6 +239,7 @@ def pack_head(
         weight: As `pack` takes it.
         quantization: The same.
         kernels: As `pack_fixed` takes them.
+        product: Of the model's bfloat16 weights on a CPU: where they are compressed, these are, too.
         fixed_rows: Whether a row's result must not depend on the other rows.
     """
     linear = Linear(weight=weight)
@@ -243,10 +250,8 @@ def pack_head(
             return fix_rows(WideOutput(weight=weight))
         return WideOutput(weight=weight, few=_few_rows(weight, None, kernels))
     if weight.dtype == torch.bfloat16 and quantization == "none" and reads_bfloat16():
-        return BFloat16Panels.pack(weight, None).wide
+        return BFloat16Panels.pack(weight, None, compressed=product.is_compressed).wide
     if quantization == "none":
         linear = Linear(weight=weight.float())  # no product here gives more bits than it is given
-    product = (
-        pack_fixed(linear, quantization, kernels) if fixed_rows else pack(linear, quantization)
-    )
-    return WideProduct(product=product)
+    held = pack_fixed(linear, quantization, kernels) if fixed_rows else pack(linear, quantization)
+    return WideProduct(product=held)

@@ -198,7 +198,7 @@ def _opened(
         return pack(linear, quantization, multiplies, chosen)
 
     def hold_head(weight: torch.Tensor) -> Projection:
-        return pack_head(weight, quantization, chosen, fixed_rows=fixed_rows)
+        return pack_head(weight, quantization, chosen, multiplies, fixed_rows=fixed_rows)
 
     stay_narrow = device.type == "cpu" and dtype == torch.float32 and multiplies in IN_PANELS
     with ExitStack() as files:

@@ -11,10 +11,19 @@
 #include <random>
 #include <vector>
 
+struct Matrix {  // as team.h has it
+    const void* weight;
+    const float *scales, *bias;
+    int64_t inputs, columns;
+    const void* codes;
+};
+
 extern "C" {
 int64_t baton_panel_columns();
-void baton_matmul_bfloat16_float32(const float*, const uint32_t*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
-void baton_matmul_bfloat16_bfloat16(const uint16_t*, const uint32_t*, const float*, uint16_t*, int64_t, int64_t, int64_t, int64_t);
+int64_t baton_compressed_pairs();
+int64_t baton_compress_panels(const uint16_t*, int64_t, int64_t, uint16_t*, void*, int64_t, int64_t);
+void baton_matmul_bfloat16_float32(const float*, const Matrix*, float*, int64_t, int64_t);
+void baton_matmul_bfloat16_bfloat16(const uint16_t*, const Matrix*, uint16_t*, int64_t, int64_t);
 void baton_paged_attention_float32_float32(const float*, const float*, const int32_t*, const int32_t*, const int32_t*, float*, int64_t,
                                            int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, int64_t, int64_t);
 void baton_paged_attention_float32_bfloat16(const float*, const uint16_t*, const int32_t*, const int32_t*, const int32_t*, float*,
@@ -65,6 +74,7 @@ void expect(const char* what, double error, double limit) {
 
 void check_products() {
     double worst = 0, worst_narrow = 0;
+    int different = 0;
     const int64_t columns_of_panel = baton_panel_columns();
     const int64_t sizes[][2] = {{1, 1}, {63, 31}, {64, 33}, {577, 70}};
     for (auto [inputs, outputs] : sizes)
@@ -78,9 +88,18 @@ void check_products() {
                         narrow(weight[o * inputs + k]);
             std::vector<float> out(rows * outputs);
             std::vector<uint16_t> out_narrow(rows * outputs), x_narrow = narrowed(x);
-            const uint32_t* words = reinterpret_cast<const uint32_t*>(packed.data());
-            baton_matmul_bfloat16_float32(x.data(), words, bias.data(), out.data(), rows, inputs, outputs, THREADS);
-            baton_matmul_bfloat16_bfloat16(x_narrow.data(), words, bias.data(), out_narrow.data(), rows, inputs, outputs, THREADS);
+            const Matrix matrix{packed.data(), nullptr, bias.data(), inputs, outputs, nullptr};
+            baton_matmul_bfloat16_float32(x.data(), &matrix, out.data(), rows, THREADS);
+            baton_matmul_bfloat16_bfloat16(x_narrow.data(), &matrix, out_narrow.data(), rows, THREADS);
+            if (pairs % baton_compressed_pairs() == 0) {
+                std::vector<uint16_t> compressed(packed.size() * 3 / 4);
+                std::vector<uint64_t> codes(2 * panels + packed.size());  // padding is zero: an exception
+                baton_compress_panels(packed.data(), panels, pairs, compressed.data(), codes.data(), codes.size(), THREADS);
+                const Matrix same{compressed.data(), nullptr, bias.data(), inputs, outputs, codes.data()};
+                std::vector<float> again(out.size());
+                baton_matmul_bfloat16_float32(x.data(), &same, again.data(), rows, THREADS);
+                different += again != out;
+            }
             for (int64_t r = 0; r < rows; r++)
                 for (int64_t o = 0; o < outputs; o++) {
                     double sum = bias[o];
@@ -93,6 +112,7 @@ void check_products() {
         }
     expect("product, float32", worst, 2e-6);
     expect("product, bfloat16", worst_narrow, 4e-3);
+    expect("product, compressed: results that differ", different, 0);
 }
 
 // Rows of (context, new tokens) over pages in any order.

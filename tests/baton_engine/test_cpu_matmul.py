@@ -8,6 +8,7 @@ from baton_engine.kernels.cpu.matmul import (
     Int8Panels,
     multiplies_bfloat16,
     multiplies_int8,
+    panel_columns,
     reads_bfloat16,
 )
 from baton_engine.kernels.cpu.product_choice import FEW_TOKENS, Bfloat16Product
@@ -61,6 +62,71 @@ def test_pairs_of_bfloat16_give_the_wide_result_rounded(inputs, outputs):
         assert torch.equal(product(x), product.wide(x).bfloat16())
         widened = BFloat16Panels.pack(weight, bias)(x.float())
         assert torch.equal(product(x.float()), widened)
+
+
+def _with_exceptions(outputs, inputs):
+    """Weights with a few exponents that have no code, next to each other and at both ends."""
+    weight = _weight(outputs, inputs).clamp(min=2**-10)
+    flat = weight.view(-1)
+    for index, value in ((0, 0.0), (1, -0.0), (inputs, 1e-38), (-2, -1e30), (-1, 1e-40)):
+        flat[index] = value
+    return weight
+
+
+@needs_panels
+@DTYPES
+@pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=needs_pairs)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (576, 300), (1024, 70)])
+def test_compressed_weights_give_the_bits_of_plain_ones(inputs, outputs, pairs, dtype):
+    weight, bias = _with_exceptions(outputs, inputs), torch.randn(outputs)
+    plain = BFloat16Panels.pack(weight, bias, pairs=pairs)
+    compressed = BFloat16Panels.pack(weight, bias, pairs=pairs, compressed=True)
+    assert compressed.codes is not None
+    assert compressed.panels.nbytes == plain.panels.nbytes * 3 // 4
+    for rows in ROWS:
+        x = torch.randn(rows, inputs).to(dtype)
+        assert torch.equal(compressed(x), plain(x))
+        assert torch.equal(compressed.wide(x), plain.wide(x))
+
+
+@needs_panels
+@pytest.mark.parametrize("lowest", [0, 100, 239])
+def test_every_sign_mantissa_and_code_comes_back(lowest):
+    exponents = torch.arange(lowest, lowest + 16).repeat_interleave(256) << 7
+    rest = torch.arange(256) % 128 + 2**15 * (torch.arange(256) // 128)
+    bits = (exponents + rest.repeat(16))[torch.randperm(4096)]
+    weight = bits.to(torch.int32).to(torch.int16).view(torch.bfloat16).view(64, 64)
+    compressed, plain = (
+        BFloat16Panels.pack(weight, None, compressed=compressed) for compressed in (True, False)
+    )
+    assert compressed.codes is not None
+    for chosen in torch.eye(64).split(1):
+        one, other = compressed(chosen), plain(chosen)
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+@needs_panels
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_compressed_weight_that_is_not_finite_shows_in_its_own_column(poison):
+    weight = _weight(40, 64)
+    weight[33, 5] = poison
+    product = BFloat16Panels.pack(weight, None, compressed=True)
+    assert product.codes is not None
+    for rows in (1, 30):
+        finite = product(torch.ones(rows, 64)).isfinite()
+        assert finite.sum(0).tolist() == [rows if column != 33 else 0 for column in range(40)]
+
+
+@needs_panels
+def test_weights_lie_plain_where_too_many_would_be_exceptions_or_inputs_do_not_come_in_fours():
+    pruned = _weight(64, 256)
+    pruned[torch.rand(64, 256) < 0.1] = 0
+    for weight in (pruned, _weight(64, 50)):
+        product = BFloat16Panels.pack(weight, None, compressed=True)
+        plain = BFloat16Panels.pack(weight, None)
+        assert product.codes is None or panel_columns() == 16
+        x = torch.randn(3, weight.shape[1])
+        assert torch.equal(product(x), plain(x))
 
 
 @needs_panels

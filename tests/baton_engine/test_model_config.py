@@ -176,7 +176,7 @@ def test_auto_is_bfloat16_on_a_cpu_only_where_that_is_multiplied_in_bfloat16(tmp
     spec = load_spec(make_model(tmp_path, "llama", dtype=torch.bfloat16))
     assert spec.dtype == "bfloat16"
     for product in Bfloat16Product:
-        narrow = product not in (Bfloat16Product.PANELS, Bfloat16Product.WIDENED)
+        narrow = product.uncompressed not in (Bfloat16Product.PANELS, Bfloat16Product.WIDENED)
         expected = torch.bfloat16 if narrow else torch.float32
         assert choose_dtype(spec, "auto", CPU, product) == expected
         assert is_widened(spec, "auto", expected) == (not narrow)

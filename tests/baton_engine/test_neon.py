@@ -10,7 +10,7 @@ import pytest
 from baton import native
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-SOURCES = ("attention.cpp", "fused.cpp", "matmul_bfloat16.cpp")
+SOURCES = ("attention.cpp", "compress.cpp", "fused.cpp", "matmul_bfloat16.cpp")
 
 
 @pytest.mark.timeout(300)
@@ -33,4 +33,4 @@ def test_kernels_for_neon_compute_what_plain_loops_do(tmp_path):
         [EMULATOR, str(program)], capture_output=True, text=True, check=False, timeout=200
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert len(run.stdout.splitlines()) == 10
+    assert len(run.stdout.splitlines()) == 11

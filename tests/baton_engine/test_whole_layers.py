@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from baton.generation import SamplingParams
-from baton_engine.kernels.cpu.matmul import multiplies_bfloat16, multiplies_int8, reads_bfloat16
+from baton_engine.kernels.cpu.matmul import (
+    BFloat16Panels,
+    multiplies_bfloat16,
+    multiplies_int8,
+    reads_bfloat16,
+)
 from baton_engine.kernels.cpu.product_choice import FEW_TOKENS, Bfloat16Product
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.models.config import load_spec
@@ -17,20 +22,17 @@ from tests.baton_engine.tiny_models import make_model
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 16
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+needs_panels = pytest.mark.skipif(
+    not reads_bfloat16(), reason="no vectors here that multiply and add, or no kernels built"
+)
+needs_pairs = pytest.mark.skipif(
+    not multiplies_bfloat16(), reason="this processor multiplies no bfloat16 with AVX-512"
+)
 KINDS = [
-    pytest.param(
-        "panels",
-        marks=pytest.mark.skipif(
-            not reads_bfloat16(),
-            reason="no vectors here that multiply and add, or no kernels built",
-        ),
-    ),
-    pytest.param(
-        "pairs",
-        marks=pytest.mark.skipif(
-            not multiplies_bfloat16(), reason="this processor multiplies no bfloat16 with AVX-512"
-        ),
-    ),
+    pytest.param("panels", marks=needs_panels),
+    pytest.param("compressed_panels", marks=needs_panels),
+    pytest.param("pairs", marks=needs_pairs),
+    pytest.param("compressed_pairs", marks=needs_pairs),
     pytest.param(
         "int8",
         marks=pytest.mark.skipif(
@@ -56,7 +58,7 @@ class Recorder:
 
 
 def _decoder(path, family, kind, dtype=torch.float32):
-    head_dim = 32 if kind == "pairs" else 16  # attention in pairs takes multiples of 32
+    head_dim = 32 if kind.endswith("pairs") else 16  # attention in pairs takes multiples of 32
     directory = make_model(path, family, dtype=torch.bfloat16, head_dim=head_dim)
     decoder = load_decoder(
         directory,
@@ -64,9 +66,12 @@ def _decoder(path, family, kind, dtype=torch.float32):
         dtype,
         CPU,
         quantization="int8" if kind == "int8" else "none",
-        product=Bfloat16Product.PAIRS if kind == "pairs" else Bfloat16Product.PANELS,
+        product=Bfloat16Product(kind) if kind != "int8" else Bfloat16Product.PANELS,
     )
     assert decoder.whole_layers is not None
+    qkv = decoder.layers[0].attention.qkv
+    is_compressed = isinstance(qkv, BFloat16Panels) and qkv.codes is not None
+    assert is_compressed == kind.startswith("compressed")
     return decoder
 
 
@@ -98,6 +103,15 @@ def test_whole_layers_give_the_bits_of_their_parts(tmp_path, family, kind, dtype
     for rows in (ROWS, ROWS[:1]):
         for together, apart in zip(_run(whole, rows), _run(parts, rows), strict=True):
             assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS[:4:2])
+def test_compressed_weights_give_the_bits_of_plain_ones(tmp_path, kind, dtype):
+    plain = _decoder(tmp_path / "plain", "qwen2", kind, dtype)
+    compressed = _decoder(tmp_path / "compressed", "qwen2", f"compressed_{kind}", dtype)
+    for one, other in zip(_run(plain, ROWS), _run(compressed, ROWS), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)

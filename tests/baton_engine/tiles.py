@@ -12,6 +12,7 @@ import torch
 
 from baton import native
 from baton_engine.kernels.cpu.library import load_library
+from baton_engine.kernels.cpu.matmul import Matrix
 
 COMPILER = "c++"
 PANEL = 32
@@ -96,13 +97,21 @@ class EmulatedProduct:
         kind = np.float32 if dtype == torch.float32 else np.int16
         out = Fenced(np.full((rows, outputs), 77, kind))
         name = f"baton_matmul_tiles_{str(dtype).removeprefix('torch.')}"
-        pointers = (given, weights, bias, out)
+        matrix = Matrix(
+            weight=weights.address,
+            bias=bias.address if bias else None,
+            inputs=inputs,
+            columns=outputs,
+        )
         getattr(self.library, name)(
-            *(ctypes.c_void_p(fenced.address if fenced else None) for fenced in pointers),
-            *map(ctypes.c_int64, (rows, inputs, outputs, threads)),
+            ctypes.c_void_p(given.address),
+            ctypes.byref(matrix),
+            ctypes.c_void_p(out.address),
+            ctypes.c_int64(rows),
+            ctypes.c_int64(threads),
         )
         assert self.library.emulated_fault() is None
-        assert all(fenced.is_guarded() for fenced in pointers if fenced)
+        assert all(fenced.is_guarded() for fenced in (given, weights, bias, out) if fenced)
         result = torch.from_numpy(out.array.copy())
         return result if dtype == torch.float32 else result.view(torch.bfloat16)
 

@@ -12,24 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from baton_engine.kernels.cpu.kernel_set import NO_WINDOW, SUPPORTED_DTYPES, name_of, page_dtypes
-from baton_engine.kernels.cpu.matmul import BFloat16Panels, Int8Panels
+from baton_engine.kernels.cpu.matmul import BFloat16Panels, Int8Panels, Matrix
 from baton_engine.kernels.ports import HeadNorms, PagedBatch, Rotation
 
 Panels = BFloat16Panels | Int8Panels
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-
-
-class Matrix(ctypes.Structure):
-    """A matrix in panels, and what its product adds."""
-
-    _fields_ = (
-        ("weight", _POINTER),
-        ("scales", _POINTER),
-        ("bias", _POINTER),
-        ("inputs", _INT),
-        ("columns", _INT),
-    )
 
 
 class Layer(ctypes.Structure):
@@ -269,21 +257,11 @@ def _layer(weights: LayerWeights) -> Layer:
         query_norm=norms.query.data_ptr() if norms else None,
         key_norm=norms.key.data_ptr() if norms else None,
         post_norm=weights.post_norm.data_ptr(),
-        qkv=_matrix(weights.qkv),
-        output=_matrix(weights.output),
-        gate_up=_matrix(weights.gate_up),
-        down=_matrix(weights.down),
+        qkv=weights.qkv.matrix(),
+        output=weights.output.matrix(),
+        gate_up=weights.gate_up.matrix(),
+        down=weights.down.matrix(),
         window=NO_WINDOW if window is None else min(window, NO_WINDOW),
-    )
-
-
-def _matrix(panels: Panels) -> Matrix:
-    return Matrix(
-        weight=panels.panels.data_ptr(),
-        scales=panels.scales.data_ptr() if isinstance(panels, Int8Panels) else None,
-        bias=None if panels.bias is None else panels.bias.data_ptr(),
-        inputs=panels.inputs,
-        columns=panels.outputs,
     )
 
 

@@ -71,12 +71,27 @@ def _needed_by(library: ctypes.CDLL) -> frozenset[str]:  # noqa: ARG001 - asked 
     return native.built_variant(native.CPU_KERNELS).needs
 
 
+class Matrix(ctypes.Structure):
+    """A matrix in panels, and what its product adds, as team.h has it."""
+
+    _fields_ = (
+        ("weight", _POINTER),
+        ("scales", _POINTER),
+        ("bias", _POINTER),
+        ("inputs", _INT),
+        ("columns", _INT),
+        ("codes", _POINTER),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BFloat16Panels:
     """`x @ weight.T + bias` with bfloat16 weights, summed in float32: as exact as if the weights had been widened.
 
     Attributes:
-        panels: `[ceil(out / C), ceil(in / 2), C, 2]` bfloat16, of C = `panel_columns()`.
+        panels: `[ceil(out / C), ceil(in / 2), C, 2]` bfloat16, of C = `panel_columns()`; with `codes` three quarters of
+            it, opaque.
+        codes: By which exponents are coded (panels.h); None where the weights lie plain.
         bias: `[out]` float32.
         inputs: Width of `x`.
         outputs: Width of the result.
@@ -90,6 +105,7 @@ class BFloat16Panels:
     bias: torch.Tensor | None
     inputs: int
     outputs: int
+    codes: torch.Tensor | None = None
     pairs: bool = False
     tiles_above: int | None = None
 
@@ -100,20 +116,45 @@ class BFloat16Panels:
         bias: torch.Tensor | None,
         *,
         pairs: bool = False,
+        compressed: bool = False,
         tiles_above: int | None = None,
     ) -> "BFloat16Panels":
-        """From `weight` `[out, in]` bfloat16, which is copied."""
+        """From `weight` `[out, in]` bfloat16, which is copied.
+
+        Args:
+            weight: The weights.
+            bias: `[out]`, if any.
+            pairs: See above.
+            compressed: Weights take three quarters of their bytes, where they can (`_compressed`). The result is the
+                same, bit for bit.
+            tiles_above: See above; tiles read weights that lie plain.
+        """
+        if compressed and tiles_above is not None:
+            raise ValueError("AMX's tiles read weights that lie plain, not compressed ones")
         outputs, inputs = weight.shape
         padded, columns = _padded(weight, 2, 0), panel_columns()
-        panels = padded.view(-1, columns, padded.shape[1] // 2, 2).permute(0, 2, 1, 3)
-        wide = None if bias is None else bias.float().contiguous()
+        if compressed:  # nobody reads the results of what is filled up; zeros would be exceptions
+            padded[outputs:, :inputs] = weight[-1:]
+        plain = padded.view(-1, columns, padded.shape[1] // 2, 2).permute(0, 2, 1, 3).contiguous()
+        panels, codes = _compressed(plain) if compressed else (plain, None)
         return cls(
-            panels=panels.contiguous(),
-            bias=wide,
+            panels=panels,
+            codes=codes,
+            bias=None if bias is None else bias.float().contiguous(),
             inputs=inputs,
             outputs=outputs,
             pairs=pairs,
             tiles_above=tiles_above,
+        )
+
+    def matrix(self) -> Matrix:
+        """The same for C++, which reads the tensors of this one."""
+        return Matrix(
+            weight=self.panels.data_ptr(),
+            bias=_address(self.bias),
+            inputs=self.inputs,
+            columns=self.outputs,
+            codes=_address(self.codes),
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -139,16 +180,7 @@ class BFloat16Panels:
 
     def _product(self, name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         output = torch.empty((x.shape[0], self.outputs), dtype=dtype)
-        _function(name, 4)(
-            x.data_ptr(),
-            self.panels.data_ptr(),
-            _address(self.bias),
-            output.data_ptr(),
-            x.shape[0],
-            self.inputs,
-            self.outputs,
-            torch.get_num_threads(),
-        )
+        _multiply(name, x, self.matrix(), output)
         return output
 
 
@@ -188,18 +220,18 @@ class Int8Panels:
         """Maps `[num_tokens, in]`, float32 or bfloat16, to `[num_tokens, out]` of the same dtype."""
         _check(x, self.inputs)
         output = torch.empty((x.shape[0], self.outputs), dtype=x.dtype)
-        _function(f"int8_{str(x.dtype).removeprefix('torch.')}", 5)(
-            x.data_ptr(),
-            self.panels.data_ptr(),
-            self.scales.data_ptr(),
-            _address(self.bias),
-            output.data_ptr(),
-            x.shape[0],
-            self.inputs,
-            self.outputs,
-            torch.get_num_threads(),
-        )
+        _multiply(f"int8_{str(x.dtype).removeprefix('torch.')}", x, self.matrix(), output)
         return output
+
+    def matrix(self) -> Matrix:
+        """The same for C++, which reads the tensors of this one."""
+        return Matrix(
+            weight=self.panels.data_ptr(),
+            scales=self.scales.data_ptr(),
+            bias=_address(self.bias),
+            inputs=self.inputs,
+            columns=self.outputs,
+        )
 
 
 def panel_columns() -> int:
@@ -208,6 +240,41 @@ def panel_columns() -> int:
     assert library is not None  # nothing is packed without one
     columns: int = library.baton_panel_columns()
     return columns
+
+
+_MOST_EXCEPTIONS = 1 / 1024
+"""Of the weights of a matrix that is compressed."""
+
+
+def _compressed(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Panels with their exponents coded, and the codes; `plain` and None where inputs do not come in fours, or too many
+    exponents have no code, such as those of zeros in a matrix that was pruned.
+    """
+    library = load_library()
+    assert library is not None  # nothing is packed without one
+    panels, pairs = plain.shape[:2]
+    if pairs % library.baton_compressed_pairs():
+        return plain, None
+    compressed = torch.empty(plain.numel() * 3 // 4, dtype=plain.dtype)
+    codes = torch.empty(2 * panels + int(plain.numel() * _MOST_EXCEPTIONS), dtype=torch.int64)
+    used: int = _compressor(library)(
+        plain.data_ptr(),
+        panels,
+        pairs,
+        compressed.data_ptr(),
+        codes.data_ptr(),
+        len(codes),
+        torch.get_num_threads(),
+    )
+    return (compressed, codes[:used].clone()) if used <= len(codes) else (plain, None)
+
+
+@cache
+def _compressor(library: ctypes.CDLL) -> Callable[..., int]:
+    function: ctypes._NamedFuncPointer = library.baton_compress_panels
+    function.argtypes = [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT]
+    function.restype = _INT
+    return function
 
 
 def _padded(weight: torch.Tensor, depth: int, filling: int) -> torch.Tensor:
@@ -231,14 +298,21 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _function(name: str, pointers: int) -> Callable[..., None]:
+def _multiply(name: str, x: torch.Tensor, matrix: Matrix, output: torch.Tensor) -> None:
     library = load_library()
     assert library is not None  # nothing is packed without one
-    return _entry(library, name, pointers)
+    function = _entry(library, name)
+    function(
+        x.data_ptr(),
+        ctypes.byref(matrix),
+        output.data_ptr(),
+        x.shape[0],
+        torch.get_num_threads(),
+    )
 
 
 @cache
-def _entry(library: ctypes.CDLL, name: str, pointers: int) -> Callable[..., None]:
+def _entry(library: ctypes.CDLL, name: str) -> Callable[..., None]:
     function: ctypes._NamedFuncPointer = getattr(library, f"baton_matmul_{name}")
-    function.argtypes, function.restype = [_POINTER] * pointers + [_INT] * 4, None
+    function.argtypes, function.restype = [_POINTER] * 3 + [_INT] * 2, None
     return function

@@ -1,10 +1,9 @@
 // x * weight^T of bfloat16 by bfloat16, summed in float32, on processors with avx512_bf16: one instruction multiplies
 // a pair of consecutive inputs and adds both products. It takes what is too small to be normal for zero.
 //
-// Weights lie as in matmul_bfloat16.cpp. Rows are read where they lie: each of their pairs is broadcast to all columns
-// of a panel.
+// Weights lie as in panels.h. Rows are read where they lie: each of their pairs is broadcast to all columns of a panel.
 
-#include "tiles.h"
+#include "panels.h"
 
 #ifdef __AVX512F__
 
@@ -15,13 +14,19 @@ constexpr int64_t ROWS = 96;   // that a thread multiplies with a panel at once
 constexpr int64_t LOW = 8;     // below so many rows a tile has too few sums to hide the latency of adding to them
 constexpr int64_t AHEAD = 64;  // pairs of a panel, of which those to come are sent for
 
-// sums [R][PANEL] of rows of x and a panel, whose own lines are sent for a little ahead: to stay, or for ONCE. A panel
-// that stays is followed by another, of which each tile sends for its share, line by line from `next` on,
-// `step` / 65536 of them per pair.
-template <int R, bool ONCE>
-BATON_PAIRS __attribute__((noinline)) void multiply_panel(const bfloat16* x, int64_t inputs, const uint32_t* panel,
-                                                          int64_t pairs, const uint32_t* next, int64_t step,
-                                                          float* sums) {
+// What comes after a panel that stays, as multiply_panel sends for it: `step` / 65536 lines per pair.
+struct Following {
+    const char* lines = nullptr;
+    int64_t step = 0;
+
+    void send_for(int64_t pair) const { __builtin_prefetch(lines + (pair * step >> 16) * 64, 0, 2); }
+};
+
+// sums [R][PANEL] of rows of x and a panel, whose own lines are sent for a little ahead. One that is read more than once
+// is followed by another, of which each tile sends for its share.
+template <int R, typename Panel>
+BATON_PAIRS __attribute__((noinline)) void multiply_panel(const bfloat16* x, int64_t inputs, Panel panel, int64_t pairs,
+                                                          Following following, float* sums) {
     // Every fourth row has an address of its own: registers for all of them there are not.
     constexpr int FOURTHS = (R + 3) / 4;
     const bfloat16* rows[FOURTHS];
@@ -29,18 +34,21 @@ BATON_PAIRS __attribute__((noinline)) void multiply_panel(const bfloat16* x, int
     __m512 acc[R][ACROSS];
     BATON_UNROLL for (int i = 0; i < R; i++)
         BATON_UNROLL for (int v = 0; v < ACROSS; v++) acc[i][v] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < pairs; k++, panel += PANEL) {
-        bring_near<ONCE>(panel + AHEAD * PANEL, PANEL);
-        if (!ONCE) __builtin_prefetch(next + (k * step >> 16) * LANES, 0, 2);
-        __m512bh read[ACROSS];
-        BATON_UNROLL for (int v = 0; v < ACROSS; v++) read[v] = (__m512bh)_mm512_loadu_si512(panel + v * LANES);
-        BATON_UNROLL for (int i = 0; i < R; i++) {
-            int32_t pair;
-            std::memcpy(&pair, rows[i / 4] + i % 4 * inputs, sizeof pair);
-            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-            BATON_UNROLL for (int v = 0; v < ACROSS; v++) acc[i][v] = _mm512_dpbf16_ps(acc[i][v], both, read[v]);
+    for (int64_t k = 0; k < pairs; k += Panel::PAIRS) {
+        panel.send_for(AHEAD);
+        Words read[Panel::PAIRS * ACROSS];
+        panel.read(read);
+        BATON_UNROLL for (int p = 0; p < Panel::PAIRS; p++) {
+            if (!Panel::IS_READ_ONCE) following.send_for(k + p);
+            BATON_UNROLL for (int i = 0; i < R; i++) {
+                int32_t pair;
+                std::memcpy(&pair, rows[i / 4] + i % 4 * inputs + 2 * p, sizeof pair);
+                __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+                BATON_UNROLL for (int v = 0; v < ACROSS; v++)
+                    acc[i][v] = _mm512_dpbf16_ps(acc[i][v], both, (__m512bh)read[p * ACROSS + v]);
+            }
         }
-        BATON_UNROLL for (int f = 0; f < FOURTHS; f++) rows[f] += 2;
+        BATON_UNROLL for (int f = 0; f < FOURTHS; f++) rows[f] += 2 * Panel::PAIRS;
     }
     BATON_UNROLL for (int i = 0; i < R; i++)
         BATON_UNROLL for (int v = 0; v < ACROSS; v++) _mm512_storeu_ps(sums + (i * ACROSS + v) * LANES, acc[i][v]);
@@ -50,9 +58,8 @@ template <typename T>
 class PairProduct {
    public:
     PairProduct(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, bfloat16* whole)
-        : x(x), weight(static_cast<const uint32_t*>(matrix.weight)),
-          outputs{out, nullptr, matrix.bias, rows, matrix.columns}, inputs(matrix.inputs), pairs((inputs + 1) / 2),
-          panels((outputs.columns + PANEL - 1) / PANEL), whole(whole) {}
+        : matrix(matrix), x(x), outputs{out, nullptr, matrix.bias, rows, matrix.columns}, inputs(matrix.inputs),
+          pairs(pairs_of(matrix)), panels(panels_of(matrix)), whole(whole) {}
 
     // Called by every thread of a team.
     void run() {
@@ -73,8 +80,8 @@ class PairProduct {
     }
 
    private:
+    const Matrix& matrix;
     const bfloat16* x;
-    const uint32_t* weight;
     Outputs<T> outputs;
     int64_t inputs, pairs, panels;
     bfloat16* whole;
@@ -99,21 +106,29 @@ class PairProduct {
 
     // A panel times a block of rows.
     void multiply_block(int64_t panel, int64_t begin) const {
+        uint32_t* copy = copies(1);
         with_tiles(begin, [&](auto rows, int64_t first, int64_t part, int64_t parts) {
             alignas(64) float sums[rows * PANEL];
-            multiply_tile<rows>(panel, first, part, parts, sums);
+            multiply_tile<rows>(panel, first, part, parts, copy, sums);
             put(sums, first, rows, panel * PANEL);
         });
     }
 
     // A panel of gates, and that of what they let through, times a block of rows.
     void gate_block(int64_t panel, int64_t begin) const {
+        uint32_t* copy = copies(2);
         with_tiles(begin, [&](auto rows, int64_t first, int64_t part, int64_t parts) {
             alignas(64) float gates[rows * PANEL], values[rows * PANEL];
-            multiply_tile<rows>(panel, first, part, parts, gates);
-            multiply_tile<rows>(panel + panels / 2, first, part, parts, values);
+            multiply_tile<rows>(panel, first, part, parts, copy, gates);
+            multiply_tile<rows>(panel + panels / 2, first, part, parts, copy + pairs * PANEL, values);
             put_gated(gates, values, first, rows, panel * PANEL);
         });
+    }
+
+    // Room for plain copies of `count` compressed panels.
+    uint32_t* copies(int64_t count) const {
+        static thread_local std::vector<uint32_t> memory;
+        return kept(memory, matrix.codes && outputs.rows > TILE ? count * pairs * PANEL : 0);
     }
 
     // Calls `body` for each tile of the block of rows that begins at `begin`: with its rows as a constant, the first of
@@ -128,14 +143,28 @@ class PairProduct {
         }
     }
 
-    // A panel (of gated ones two) stays in the second cache while the tiles pass over it, and the next one comes, which
-    // with several blocks some other thread may take.
+    // A panel (of gated ones two) stays in the second cache while the tiles pass over it, a compressed one as the plain
+    // copy that the first tile leaves; and the next one comes, which with several blocks some other thread may take.
     template <int R>
-    void multiply_tile(int64_t panel, int64_t first, int64_t part, int64_t parts, float* sums) const {
-        const int64_t size = pairs * PANEL;
-        const uint32_t *here = weight + panel * size, *next = here + size + part * (size / parts);
-        auto multiply = outputs.rows <= TILE ? multiply_panel<R, true> : multiply_panel<R, false>;
-        multiply(x + first * inputs, inputs, here, pairs, next, (ACROSS << 16) / parts, sums);
+    void multiply_tile(int64_t panel, int64_t first, int64_t part, int64_t parts, uint32_t* copy, float* sums) const {
+        auto multiply = [&](auto from, Following following) {
+            multiply_panel<R>(x + first * inputs, inputs, from, pairs, following, sums);
+        };
+        if (outputs.rows <= TILE) {
+            if (matrix.codes) return multiply(CompressedPanel<true>(matrix, panel), Following{});
+            return multiply(PlainPanel<true>(matrix, panel), Following{});
+        }
+        const Following next = following(panel, part, parts);
+        if (!matrix.codes) return multiply(PlainPanel<>(matrix, panel), next);
+        if (part == 0) return multiply(CompressedPanel<>(matrix, panel, copy), next);
+        multiply(PlainPanel<>(copy), next);
+    }
+
+    // A tile's share of the panel after `panel`.
+    Following following(int64_t panel, int64_t part, int64_t parts) const {
+        const int64_t lines = 2 * pairs * (matrix.codes ? CompressedPanel<>::INPUT_BYTES : PlainPanel<>::INPUT_BYTES) / 64;
+        return {static_cast<const char*>(matrix.weight) + ((panel + 1) * lines + part * lines / parts) * 64,
+                (lines << 16) / (pairs * parts)};
     }
 
     // Rows of the next tile where so many are left: no last one that is low.
@@ -210,12 +239,11 @@ void matmul(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, int n
 }  // namespace
 }  // namespace baton
 
-#define BATON_MATMUL_PAIRS(NAME, T)                                                                    \
-    template void baton::multiply_pairs<T>(const Matrix&, const bfloat16*, T*, int64_t, float*);       \
-    extern "C" void NAME(const baton::bfloat16* x, const uint32_t* weight, const float* bias, T* out,  \
-                         int64_t rows, int64_t inputs, int64_t columns, int64_t num_threads) {         \
-        baton::matmul<T>({weight, nullptr, bias, inputs, columns}, x, out, rows,                       \
-                         static_cast<int>(num_threads));                                               \
+#define BATON_MATMUL_PAIRS(NAME, T)                                                                   \
+    template void baton::multiply_pairs<T>(const Matrix&, const bfloat16*, T*, int64_t, float*);      \
+    extern "C" void NAME(const baton::bfloat16* x, const baton::Matrix* matrix, T* out, int64_t rows, \
+                         int64_t num_threads) {                                                       \
+        baton::matmul(*matrix, x, out, rows, static_cast<int>(num_threads));                          \
     }
 
 BATON_MATMUL_PAIRS(baton_matmul_pairs_float32, float)

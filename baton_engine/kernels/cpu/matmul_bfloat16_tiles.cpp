@@ -200,12 +200,11 @@ void matmul(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, int n
 }  // namespace
 }  // namespace baton
 
-#define BATON_MATMUL_TILES(NAME, T)                                                                    \
-    template void baton::multiply_tiles<T>(const Matrix&, const bfloat16*, T*, int64_t, float*);       \
-    extern "C" void NAME(const baton::bfloat16* x, const uint32_t* weight, const float* bias, T* out,  \
-                         int64_t rows, int64_t inputs, int64_t columns, int64_t num_threads) {         \
-        baton::matmul<T>({weight, nullptr, bias, inputs, columns}, x, out, rows,                       \
-                         static_cast<int>(num_threads));                                               \
+#define BATON_MATMUL_TILES(NAME, T)                                                                   \
+    template void baton::multiply_tiles<T>(const Matrix&, const bfloat16*, T*, int64_t, float*);      \
+    extern "C" void NAME(const baton::bfloat16* x, const baton::Matrix* matrix, T* out, int64_t rows, \
+                         int64_t num_threads) {                                                       \
+        baton::matmul(*matrix, x, out, rows, static_cast<int>(num_threads));                          \
     }
 
 BATON_MATMUL_TILES(baton_matmul_tiles_float32, float)

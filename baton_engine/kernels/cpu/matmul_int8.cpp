@@ -167,13 +167,11 @@ void matmul(const Matrix& matrix, const T* x, T* out, int64_t rows, int num_thre
 }  // namespace
 }  // namespace baton
 
-#define BATON_MATMUL_INT8(NAME, T)                                                                 \
-    template void baton::multiply_int8<T>(const Matrix&, const T*, T*, int64_t, float*);            \
-    extern "C" void NAME(const T* x, const uint8_t* weight, const float* scales, const float* bias, \
-                         T* out, int64_t rows, int64_t inputs, int64_t columns,                    \
-                         int64_t num_threads) {                                                    \
-        baton::matmul<T>({weight, scales, bias, inputs, columns}, x, out, rows,                    \
-                         static_cast<int>(num_threads));                                           \
+#define BATON_MATMUL_INT8(NAME, T)                                                       \
+    template void baton::multiply_int8<T>(const Matrix&, const T*, T*, int64_t, float*); \
+    extern "C" void NAME(const T* x, const baton::Matrix* matrix, T* out, int64_t rows,  \
+                         int64_t num_threads) {                                          \
+        baton::matmul(*matrix, x, out, rows, static_cast<int>(num_threads));             \
     }
 
 BATON_MATMUL_INT8(baton_matmul_int8_float32, float)

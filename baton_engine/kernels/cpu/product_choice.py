@@ -40,7 +40,11 @@ ROWS = (1, 8, 32, 256)
 """Tokens of the products that are compared: decodes of different batches and a chunk of a prompt,
 each with the same weight.
 """
-_OUTPUTS, _INPUTS, _MATRICES = 2048, 2048, 2
+_OUTPUTS, _INPUTS = 2048, 2048
+_MATRICES = 4
+"""Products are timed in turn: what all of them read, more than 100 MB, stays in no cache from one turn to the next,
+as a model's weights do not.
+"""
 _ROUNDS = 3
 _WORTH_TWICE_THE_MEMORY = 1.1
 _LOCK_TIMEOUT_S = 10.0
@@ -55,9 +59,15 @@ class Bfloat16Product(StrEnum):
     """Own code, `BFloat16Panels`: computed in float32; layers are computed whole."""
     PAIRS = "pairs"
     """The same code with the instructions for bfloat16 of AVX-512: of bfloat16, summed in float32."""
+    COMPRESSED_PANELS = "compressed_panels"
+    """`panels`, to the bit, over weights whose exponents are coded: three quarters of the memory, and of what a decode
+    waits for.
+    """
+    COMPRESSED_PAIRS = "compressed_pairs"
+    """`pairs` over such weights, likewise."""
     MIXED = "mixed"
-    """`pairs` for steps of up to `FEW_TOKENS`, `onednn` for more: the weights are held for both,
-    in twice the memory.
+    """`compressed_pairs` for steps of up to `FEW_TOKENS`, `onednn` for more: the weights are held for both,
+    in 1.75 times the memory.
     """
     AMX = "amx"
     """`pairs` for steps of up to `FEW_TOKENS`, own code with AMX's tiles for more, on the same weights. Only emulated
@@ -71,19 +81,49 @@ class Bfloat16Product(StrEnum):
     @property
     def in_pairs(self) -> bool:
         """Whether the instructions for bfloat16 of AVX-512 multiply; attention then has them as well."""
-        return self in (Bfloat16Product.PAIRS, Bfloat16Product.MIXED, Bfloat16Product.AMX)
+        return self in _IN_PAIRS
 
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the weights' exponents are coded, which changes no bit of a result."""
+        return self in _COMPRESSED
+
+    @property
+    def uncompressed(self) -> "Bfloat16Product":
+        """What gives the same results with weights that lie plain; itself where they do."""
+        return _COMPRESSED.get(self, self)
+
+
+_COMPRESSED = {
+    Bfloat16Product.COMPRESSED_PANELS: Bfloat16Product.PANELS,
+    Bfloat16Product.COMPRESSED_PAIRS: Bfloat16Product.PAIRS,
+}
+_IN_PAIRS = (
+    Bfloat16Product.PAIRS,
+    Bfloat16Product.COMPRESSED_PAIRS,
+    Bfloat16Product.MIXED,
+    Bfloat16Product.AMX,
+)
 
 AUTO = "auto"
 FEW_TOKENS = 32
 """Of `ROWS`: a step of more has prompts in it, and its time is that of multiplying,
 no longer that of reading weights.
 """
-IN_PANELS = (Bfloat16Product.PANELS, Bfloat16Product.PAIRS, Bfloat16Product.AMX)
+_MIXED_OF = (Bfloat16Product.COMPRESSED_PAIRS, Bfloat16Product.ONEDNN)
+IN_PANELS = (
+    Bfloat16Product.PANELS,
+    Bfloat16Product.PAIRS,
+    Bfloat16Product.COMPRESSED_PANELS,
+    Bfloat16Product.COMPRESSED_PAIRS,
+    Bfloat16Product.AMX,
+)
 """Those whose weights are `BFloat16Panels` and nothing else."""
 COMPUTED_IN = {
     Bfloat16Product.PANELS: torch.float32,
     Bfloat16Product.PAIRS: torch.bfloat16,
+    Bfloat16Product.COMPRESSED_PANELS: torch.float32,
+    Bfloat16Product.COMPRESSED_PAIRS: torch.bfloat16,
     Bfloat16Product.MIXED: torch.bfloat16,
     Bfloat16Product.AMX: torch.bfloat16,
     Bfloat16Product.ONEDNN: torch.bfloat16,
@@ -129,19 +169,17 @@ class Comparison:
     def _times(self, name: Bfloat16Product) -> Sequence[float]:
         if name is not Bfloat16Product.MIXED:
             return self.milliseconds[name]
-        few, many = (
-            self.milliseconds[part] for part in (Bfloat16Product.PAIRS, Bfloat16Product.ONEDNN)
-        )
+        few, many = (self.milliseconds[part] for part in _MIXED_OF)
         return [few[i] if rows <= FEW_TOKENS else many[i] for i, rows in enumerate(ROWS)]
 
 
 def possible_products() -> tuple[Bfloat16Product, ...]:
     """Those that may be the fastest here."""
-    possible = []
+    possible: list[Bfloat16Product] = []
     if reads_bfloat16():
-        possible.append(Bfloat16Product.PANELS)
+        possible += [Bfloat16Product.PANELS, Bfloat16Product.COMPRESSED_PANELS]
     if multiplies_bfloat16():
-        possible.append(Bfloat16Product.PAIRS)
+        possible += [Bfloat16Product.PAIRS, Bfloat16Product.COMPRESSED_PAIRS]
     native_bfloat16 = {"amx_bf16", "avx512_bf16"} & cpu_flags()
     if native_bfloat16 and torch.backends.mkldnn.is_available():
         possible.append(Bfloat16Product.ONEDNN)
@@ -159,7 +197,7 @@ def selectable_products() -> tuple[Bfloat16Product, ...]:
 
 
 def _can_mix(products: Iterable[Bfloat16Product]) -> bool:
-    return {Bfloat16Product.PAIRS, Bfloat16Product.ONEDNN} <= set(products)
+    return set(_MIXED_OF) <= set(products)
 
 
 def rounding(product: Bfloat16Product) -> str:
@@ -173,7 +211,7 @@ def rounding(product: Bfloat16Product) -> str:
     except native.NotBuiltError:
         kernels = "none"
     capability = torch.backends.cpu.get_cpu_capability().lower()
-    return f"{product}-{kernels}-{capability}-{sha256(' '.join(builds).encode()).hexdigest()[:12]}"
+    return f"{product.uncompressed}-{kernels}-{capability}-{sha256(' '.join(builds).encode()).hexdigest()[:12]}"
 
 
 def choose_product(
@@ -293,7 +331,7 @@ def _milliseconds(products: Sequence[Product], x: torch.Tensor) -> float:
 
 def _product(name: Bfloat16Product, weight: torch.Tensor) -> Product:
     if name in IN_PANELS:
-        return BFloat16Panels.pack(weight, None, pairs=name is Bfloat16Product.PAIRS)
+        return BFloat16Panels.pack(weight, None, pairs=name.in_pairs, compressed=name.is_compressed)
     if name is Bfloat16Product.WIDENED:
         weight = weight.float()
         if not torch.backends.mkldnn.is_available():

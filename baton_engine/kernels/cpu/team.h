@@ -13,11 +13,12 @@
 
 namespace baton {
 
-// A matrix as matmul_bfloat16.cpp or matmul_int8.cpp reads it, and what its product adds. As cpu_layers.py lays it out.
+// A matrix as panels.h or matmul_int8.cpp reads it, and what its product adds. As matmul.py lays it out.
 struct Matrix {
     const void* weight;
     const float *scales, *bias;  // per column; scales are those of int8, null for bfloat16; no bias is null
     int64_t inputs, columns;
+    const void* codes;  // by which exponents are coded (panels.h); null for weights that lie plain
 };
 
 // out [rows][columns] = x [rows][inputs] * matrix^T, which do not overlap; `packed` is memory of the team,

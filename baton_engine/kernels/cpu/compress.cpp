@@ -1,0 +1,84 @@
+// Compresses a matrix in panels: codes its exponents, as panels.h has it. Once, when a model is loaded.
+
+#include <numeric>
+
+#include "panels.h"
+
+namespace baton {
+namespace {
+
+constexpr int64_t WHOLE = GROUP * WORDS;  // words of a group before it is compressed
+constexpr int WINDOW = 16;                // exponents that have a code
+
+inline int exponent(uint16_t bits) { return bits >> EXPONENT & 0xff; }
+inline bool has_code(uint16_t bits, int lowest) { return static_cast<unsigned>(exponent(bits) - lowest) < WINDOW; }
+
+// The lowest of those exponents that most of `words` have; `left_out` becomes the number of words that have others.
+int find_lowest(const uint16_t* words, int64_t count, int64_t* left_out) {
+    int64_t having[256] = {};
+    for (int64_t i = 0; i < count; i++) having[exponent(words[i])]++;
+    int64_t inside = std::accumulate(having, having + WINDOW, int64_t{0}), most = inside;
+    int best = 0;
+    for (int lowest = 1; lowest + WINDOW <= 256; lowest++) {
+        inside += having[lowest + WINDOW - 1] - having[lowest - 1];
+        if (inside > most) most = inside, best = lowest;
+    }
+    *left_out = count - most;
+    return best;
+}
+
+void compress_group(const uint16_t* from, int lowest, uint16_t* to) {
+    uint16_t *codes = to, *even = to + WORDS, *odd = even + WORDS;
+    for (int64_t lane = 0; lane < WORDS; lane++) {
+        unsigned code = 0, rest[GROUP];
+        for (int v = 0; v < GROUP; v++) {
+            const uint16_t bits = from[v * WORDS + lane];
+            code |= (exponent(bits) - lowest & 0xf) << 4 * v;
+            rest[v] = v % 2 ? (bits & 0x7f) << 8 | bits >> 15 << 7 : bits & REST;
+        }
+        codes[lane] = static_cast<uint16_t>(code);
+        even[lane] = static_cast<uint16_t>(rest[0] | rest[1]);
+        odd[lane] = static_cast<uint16_t>(rest[2] | rest[3]);
+    }
+}
+
+// A panel; its exceptions go to `to`, and one of no group behind them.
+void compress_panel(const uint16_t* from, int64_t groups, int lowest, uint16_t* compressed, Exception* to) {
+    for (int64_t group = 0; group < groups; group++, from += WHOLE, compressed += 3 * WORDS) {
+        compress_group(from, lowest, compressed);
+        for (int64_t place = 0; place < WHOLE; place++)
+            if (!has_code(from[place], lowest))
+                *to++ = {static_cast<int32_t>(group), static_cast<uint16_t>(place), from[place]};
+    }
+    *to = {-1, 0, 0};
+}
+
+}  // namespace
+}  // namespace baton
+
+// `plain` panels of `pairs` of inputs, a multiple of `baton_compressed_pairs()`, into `compressed`, of three quarters of
+// their size, and `codes`, which has room for `room` of PanelCode and Exception together. Gives how many those are; where
+// that is more, nothing is compressed.
+extern "C" int64_t baton_compress_panels(const uint16_t* plain, int64_t panels, int64_t pairs, uint16_t* compressed,
+                                         void* codes, int64_t room, int64_t num_threads) {
+    using namespace baton;
+    const int64_t words = 2 * pairs * PANEL, groups = words / WHOLE;
+    auto* panel_codes = static_cast<PanelCode*>(codes);
+    auto* exceptions = reinterpret_cast<Exception*>(panel_codes + panels);
+    if (room < 2 * panels) return 2 * panels;
+    std::vector<int64_t> left_out(panels);
+    const int threads = static_cast<int>(num_threads);
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < panels; i++) panel_codes[i].lowest = find_lowest(plain + i * words, words, &left_out[i]);
+    int64_t used = 0;
+    for (int64_t i = 0; i < panels; used += left_out[i++] + 1) panel_codes[i].exceptions = static_cast<int32_t>(used);
+    if (panels + used > room) return panels + used;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < panels; i++)
+        compress_panel(plain + i * words, groups, panel_codes[i].lowest,
+                       compressed + i * CompressedPanel<>::words(pairs), exceptions + panel_codes[i].exceptions);
+    return panels + used;
+}
+
+// Pairs of inputs that are compressed together.
+extern "C" int64_t baton_compressed_pairs() { return baton::CompressedPanel<>::PAIRS; }
