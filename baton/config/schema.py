@@ -55,13 +55,13 @@ class EngineConfig:
         enable_prefix_caching: Keep finished blocks for later prompts.
         num_threads: Threads for computing on the CPU; None divides the machine's cores among its workers.
         cpu_product: What multiplies bfloat16 weights on a CPU: `panels`, own code in float32; `pairs`, the same in
-            bfloat16, where the processor multiplies it; `compressed_panels` and `compressed_pairs`, the same results with weights
-            that take three quarters of the memory; `onednn`, torch's of bfloat16; `mixed`, `compressed_pairs` for decodes
-            and `onednn` for prompts, with the weights held twice; `amx`, `pairs` for decodes and own code with AMX's
-            tiles for prompts, right on AMX and not fast yet; `widened`, torch's of float32; or `auto`, which takes the
-            fastest of all but `amx`: compared once per kind of processor, in about a second, and kept in the user's cache
-            directory. Where `deterministic` is set, give all workers the same;
-            `auto` is refused beside it where nothing can be kept, `mixed` always.
+            bfloat16, where the processor multiplies it; `compressed_panels` and `compressed_pairs`, the same results to
+            the bit with weights that take three quarters of the memory; `onednn`, torch's of bfloat16; `mixed`,
+            `compressed_pairs` for decodes and `onednn` for prompts, with the weights held twice; `amx`, `pairs` for
+            decodes and own code with AMX's tiles for prompts, right on AMX and not fast yet; `widened`, torch's of
+            float32; or `auto`, which takes the fastest of all but `amx`: compared once per kind of processor, in a
+            second or a few, and kept in the user's cache directory. Where `deterministic` is set, give all workers the
+            same; `auto` is refused beside it where nothing can be kept, `mixed` always.
         cuda_graphs: On a GPU, launch the kernels of a small step (decodes, and up to 128 tokens of prompts) all at
             once; captured at start, which takes some seconds.
         plan_ahead: Plan a step of nothing but decodes, and launch it, while the one before it is computed, so that no

@@ -158,7 +158,7 @@ def check_instructions() -> Finding:
 
 
 def check_cpu_products() -> Finding:
-    """What multiplies bfloat16 weights here; measured, for under a second, where no worker has done so. In a process of
+    """What multiplies bfloat16 weights here; measured, for some seconds, where no worker has done so. In a process of
     its own: importing torch takes seconds.
     """
     name = "bfloat16 on this CPU"

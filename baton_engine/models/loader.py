@@ -1,9 +1,10 @@
 """Reads a checkpoint's weights into a `Decoder`: at the start of every worker, once.
 
 Files are mapped, and each matrix is put together and repacked before the next one is read, so that loading takes the
-memory of the model plus one matrix. Queries, keys and values become one matrix, gate and up another.
+memory of the model plus one matrix and its copy. Queries, keys and values become one matrix, gate and up another.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 
 from baton.errors import ModelLoadError
+from baton_engine.kernels.cpu.matmul import BFloat16Panels
 from baton_engine.kernels.cpu.product_choice import AUTO, IN_PANELS, Bfloat16Product, choose_product
 from baton_engine.kernels.ports import HeadNorms, KernelSet
 from baton_engine.kernels.select import select_kernels
@@ -30,6 +32,8 @@ from baton_engine.models.kv_scales import layer_scales
 from baton_engine.models.linear import Linear, Projection, pack, pack_fixed, pack_head
 from baton_engine.models.rotary import RotaryEmbedding
 from baton_engine.models.whole_layers import whole_layers
+
+logger = logging.getLogger(__name__)
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -192,10 +196,17 @@ def _opened(
 ) -> "Iterator[_Weights]":
     """The tensors in `path`, and how they are held."""
 
+    compressed: list[bool] = []
+
     def hold(linear: Linear) -> Projection:
-        if fixed_rows:
-            return pack_fixed(linear, quantization, chosen, multiplies)
-        return pack(linear, quantization, multiplies, chosen)
+        held = (
+            pack_fixed(linear, quantization, chosen, multiplies)
+            if fixed_rows
+            else pack(linear, quantization, multiplies, chosen)
+        )
+        if isinstance(held, BFloat16Panels):
+            compressed.append(held.codes is not None)
+        return held
 
     def hold_head(weight: torch.Tensor) -> Projection:
         return pack_head(weight, quantization, chosen, multiplies, fixed_rows=fixed_rows)
@@ -204,6 +215,12 @@ def _opened(
     with ExitStack() as files:
         yield _Weights(
             read_checkpoint(path), dtype, device, files, hold, hold_head, stay_narrow=stay_narrow
+        )
+    if multiplies.is_compressed and not all(compressed):
+        logger.warning(
+            "%d of %d matrices stay at 16 bits: too many of their exponents are far from the others",
+            compressed.count(False),
+            len(compressed),
         )
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -65,43 +67,50 @@ def test_pairs_of_bfloat16_give_the_wide_result_rounded(inputs, outputs):
 
 
 def _with_exceptions(outputs, inputs):
-    """Weights with a few exponents that have no code, next to each other and at both ends."""
-    weight = _weight(outputs, inputs).clamp(min=2**-10)
-    flat = weight.view(-1)
-    for index, value in ((0, 0.0), (1, -0.0), (inputs, 1e-38), (-2, -1e30), (-1, 1e-40)):
-        flat[index] = value
+    """Weights with a few exponents that have no code: at both ends, in every vector of a group, and in the next one."""
+    weight = _weight(outputs, inputs)
+    weight = weight.sign() * weight.abs().clamp(min=2**-10)
+    ends = [(0, 0, 0.0), (0, 1, -0.0), (1, 0, 1e-38), (-1, -2, -1e30), (-1, -1, 1e-40)]
+    columns = (0, panel_columns() // 2 - 1, panel_columns() // 2, panel_columns() - 1)
+    within = [(column, inputs // 2 + i, -(1e25**i)) for column in columns for i in range(3)]
+    for row, column, value in ends + within:
+        weight[row, column] = value
     return weight
 
 
 @needs_panels
 @DTYPES
 @pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=needs_pairs)])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (576, 300), (1024, 70)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, 96), (576, 300), (1024, 70), (4095, 64)])
 def test_compressed_weights_give_the_bits_of_plain_ones(inputs, outputs, pairs, dtype):
     weight, bias = _with_exceptions(outputs, inputs), torch.randn(outputs)
     plain = BFloat16Panels.pack(weight, bias, pairs=pairs)
     compressed = BFloat16Panels.pack(weight, bias, pairs=pairs, compressed=True)
     assert compressed.codes is not None
     assert compressed.panels.nbytes == plain.panels.nbytes * 3 // 4
-    for rows in ROWS:
+    for rows in (*ROWS, 265):
         x = torch.randn(rows, inputs).to(dtype)
         assert torch.equal(compressed(x), plain(x))
         assert torch.equal(compressed.wide(x), plain.wide(x))
 
 
 @needs_panels
+@pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=needs_pairs)])
+@pytest.mark.parametrize("rows", [1, 5, 30])
 @pytest.mark.parametrize("lowest", [0, 100, 239])
-def test_every_sign_mantissa_and_code_comes_back(lowest):
+def test_every_sign_mantissa_and_code_comes_back(lowest, rows, pairs):
     exponents = torch.arange(lowest, lowest + 16).repeat_interleave(256) << 7
     rest = torch.arange(256) % 128 + 2**15 * (torch.arange(256) // 128)
     bits = (exponents + rest.repeat(16))[torch.randperm(4096)]
     weight = bits.to(torch.int32).to(torch.int16).view(torch.bfloat16).view(64, 64)
     compressed, plain = (
-        BFloat16Panels.pack(weight, None, compressed=compressed) for compressed in (True, False)
+        BFloat16Panels.pack(weight, None, pairs=pairs, compressed=smaller)
+        for smaller in (True, False)
     )
     assert compressed.codes is not None
-    for chosen in torch.eye(64).split(1):
-        one, other = compressed(chosen), plain(chosen)
+    for chosen in torch.eye(64).bfloat16().split(1):
+        x = chosen.repeat(rows, 1) if pairs else chosen.repeat(rows, 1).float()
+        one, other = compressed.wide(x), plain.wide(x)
         assert torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
@@ -117,16 +126,48 @@ def test_a_compressed_weight_that_is_not_finite_shows_in_its_own_column(poison):
         assert finite.sum(0).tolist() == [rows if column != 33 else 0 for column in range(40)]
 
 
+def _pruned(share, rows):
+    weight = _weight(96, 256)
+    weight[:rows][torch.rand(rows, 256) < share] = 0
+    return weight
+
+
 @needs_panels
-def test_weights_lie_plain_where_too_many_would_be_exceptions_or_inputs_do_not_come_in_fours():
-    pruned = _weight(64, 256)
-    pruned[torch.rand(64, 256) < 0.1] = 0
-    for weight in (pruned, _weight(64, 50)):
-        product = BFloat16Panels.pack(weight, None, compressed=True)
-        plain = BFloat16Panels.pack(weight, None)
-        assert product.codes is None or panel_columns() == 16
-        x = torch.randn(3, weight.shape[1])
-        assert torch.equal(product(x), plain(x))
+@pytest.mark.parametrize(
+    "weight", [_pruned(0.1, 96), _pruned(1.0, 1), _weight(96, 255)], ids=["all", "row", "odd"]
+)
+def test_weights_lie_plain_where_too_many_would_be_exceptions(weight):
+    product, plain = (BFloat16Panels.pack(weight, None, compressed=c) for c in (True, False))
+    assert product.codes is None
+    x = torch.randn(3, weight.shape[1])
+    assert torch.equal(product(x), plain(x))
+
+
+@needs_panels
+@pytest.mark.skipif(
+    reads_bfloat16() and panel_columns() != 32, reason="a pair of inputs fills a group here"
+)
+def test_weights_lie_plain_where_their_inputs_do_not_fill_groups():
+    assert BFloat16Panels.pack(_weight(96, 258), None, compressed=True).codes is None
+    assert BFloat16Panels.pack(_weight(96, 260), None, compressed=True).codes is not None
+
+
+@needs_panels
+def test_tiles_do_not_multiply_compressed_weights():
+    with pytest.raises(ValueError, match="tiles read weights that lie plain"):
+        BFloat16Panels.pack(_weight(64, 64), None, compressed=True, tiles_above=8)
+    compressed = BFloat16Panels.pack(_weight(64, 64), None, compressed=True)
+    with pytest.raises(ValueError, match="tiles read weights that lie plain"):
+        replace(compressed, tiles_above=8)
+
+
+@needs_panels
+def test_a_matrix_that_is_packed_is_a_copy():
+    weight = _weight(panel_columns(), 2)
+    product = BFloat16Panels.pack(weight, None)
+    before = product(torch.ones(1, 2))
+    weight.zero_()
+    assert torch.equal(product(torch.ones(1, 2)), before)
 
 
 @needs_panels
@@ -259,6 +300,7 @@ def test_int8_is_what_was_asked_for():
 def test_a_matrix_that_is_held_twice_is_read_for_few_tokens_and_multiplied_for_many():
     mixed = pack(Linear(weight=_weight(64, 64)), product=Bfloat16Product.MIXED)
     assert isinstance(mixed, MixedProduct)
+    assert mixed.few.codes is not None
     few, many = torch.randn(FEW_TOKENS, 64).bfloat16(), torch.randn(FEW_TOKENS + 1, 64).bfloat16()
     assert torch.equal(mixed(few), mixed.few(few))
     assert torch.equal(mixed(many), mixed.many(many))

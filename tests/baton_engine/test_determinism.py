@@ -378,6 +378,14 @@ def test_another_build_of_the_cpu_kernels_or_of_torch_gives_other_bits_by_name(m
     assert len({name.rpartition("-")[0] for name in names}) == 1
 
 
+def test_compressed_weights_give_the_bits_of_plain_ones_by_name(monkeypatch):
+    monkeypatch.setattr(native, "built_variant", lambda library: native.GENERIC)
+    monkeypatch.setattr(native, "digest", lambda library: "one")
+    for plain in (Bfloat16Product.PANELS, Bfloat16Product.PAIRS):
+        assert rounding(Bfloat16Product(f"compressed_{plain}")) == rounding(plain)
+    assert rounding(Bfloat16Product.PANELS) != rounding(Bfloat16Product.PAIRS)
+
+
 def test_other_triton_kernels_give_other_bits_by_name(monkeypatch, tmp_path):
     pytest.importorskip("triton", reason='pip install "baton-serve[triton]"')
     kernel = tmp_path / "triton" / "kernel.py"

@@ -6,6 +6,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
 from baton.errors import ModelLoadError
+from baton_engine.kernels.cpu.matmul import reads_bfloat16
+from baton_engine.kernels.cpu.product_choice import Bfloat16Product
 from baton_engine.models.config import load_spec
 from baton_engine.models.loader import load_decoder
 from tests.baton_engine.tiny_models import make_model
@@ -46,6 +48,27 @@ def test_tied_embeddings_serve_as_the_head(tmp_path):
     decoder = load(make_model(tmp_path, "llama", tie=True))
     x = torch.randn(3, 64)
     torch.testing.assert_close(decoder.head(x), linear(x, decoder.embedding.weight))
+
+
+@pytest.mark.skipif(not reads_bfloat16(), reason="no vectors that multiply and add")
+def test_matrices_that_cannot_be_compressed_stay_as_they_are_and_it_is_said(tmp_path, caplog):
+    directory = make_model(tmp_path, "llama", dtype=torch.bfloat16)
+
+    def prune(tensors):
+        tensors["model.layers.1.mlp.down_proj.weight"][:, ::2] = 0
+
+    rewrite_weights(directory, prune)
+    loaded = {
+        product: load_decoder(
+            directory, load_spec(directory), torch.float32, CPU, product=Bfloat16Product(product)
+        )
+        for product in ("panels", "compressed_panels")
+    }
+    assert "1 of 8 matrices stay at 16 bits" in caplog.text
+    layers = loaded["compressed_panels"].layers
+    assert [layer.mlp.down.codes is not None for layer in layers] == [True, False]
+    x = torch.randn(3, 128)
+    assert torch.equal(layers[1].mlp.down(x), loaded["panels"].layers[1].mlp.down(x))
 
 
 def test_shards_load_like_one_file(tmp_path):

@@ -2,13 +2,15 @@
 and of those that are equal the lowest token is drawn.
 """
 
+import inspect
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from baton_engine.kernels import reference
-from baton_engine.kernels.cpu.matmul import multiplies_int8
+from baton_engine.kernels.cpu.matmul import multiplies_int8, reads_bfloat16
+from baton_engine.kernels.cpu.product_choice import Bfloat16Product
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.kernels.select import select_kernels
 from baton_engine.models import linear
@@ -37,6 +39,14 @@ def fixed(weight: torch.Tensor) -> Projection:
     return pack_head(weight, "none", select_kernels(CPU, weight.dtype), fixed_rows=True)
 
 
+def compressed(weight: torch.Tensor) -> Projection:
+    set_of_kernels = select_kernels(CPU, weight.dtype)
+    head = pack_head(weight, "none", set_of_kernels, Bfloat16Product.MIXED, fixed_rows=False)
+    assert inspect.ismethod(head)
+    assert head.__self__.codes is not None
+    return head
+
+
 def by_row(weight: torch.Tensor) -> Projection:
     return pack_head(weight, "none", ByRow(), fixed_rows=True)
 
@@ -57,6 +67,12 @@ HEADS = [
     pytest.param(plain, torch.float16, id="float16"),
     pytest.param(fixed, torch.float32, id="float32, fixed rows"),
     pytest.param(fixed, torch.bfloat16, id="bfloat16, fixed rows"),
+    pytest.param(
+        compressed,
+        torch.bfloat16,
+        id="bfloat16, compressed",
+        marks=pytest.mark.skipif(not reads_bfloat16(), reason="no vectors that multiply and add"),
+    ),
     pytest.param(by_row, torch.bfloat16, id="bfloat16, row by row"),
     pytest.param(by_triton, torch.float16, id="Triton", marks=needs_triton),
 ]

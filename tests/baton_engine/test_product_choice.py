@@ -16,6 +16,7 @@ from baton_engine.kernels.cpu.product_choice import (
     compare,
     measured,
     possible_products,
+    selectable_products,
 )
 from baton_engine.models.config import load_spec
 from baton_engine.models.loader import load_decoder
@@ -67,6 +68,21 @@ def test_weights_are_held_twice_where_decodes_and_prompts_want_different_product
 def test_a_little_is_not_worth_twice_the_memory():
     times = {COMPRESSED: [1.0, 1.0, 1.0, 1.2], ONEDNN: [2.0, 2.0, 2.0, 1.0]}
     assert Comparison(milliseconds=times).fastest() is COMPRESSED
+
+
+@pytest.mark.parametrize(
+    ("plain_ms", "expected"), [(0.98, COMPRESSED), (0.96, Bfloat16Product.PAIRS)]
+)
+def test_compressed_weights_are_taken_unless_plain_ones_are_clearly_faster(plain_ms, expected):
+    times = {Bfloat16Product.PAIRS: [plain_ms] * len(ROWS), COMPRESSED: [1.0] * len(ROWS)}
+    assert Comparison(milliseconds=times).fastest() is expected
+
+
+def test_products_over_panels_may_be_compressed(monkeypatch):
+    monkeypatch.setattr(product_choice, "reads_bfloat16", lambda: True)
+    monkeypatch.setattr(product_choice, "multiplies_bfloat16", lambda: True)
+    for plain in (PANELS, Bfloat16Product.PAIRS):
+        assert {plain, Bfloat16Product(f"compressed_{plain}")} <= set(selectable_products())
 
 
 def test_a_processor_is_measured_once(folder, comparisons):

@@ -7,10 +7,12 @@
 namespace baton {
 namespace {
 
-constexpr int64_t WHOLE = GROUP * WORDS;  // words of a group before it is compressed
-constexpr int WINDOW = 16;                // exponents that have a code
+constexpr int64_t PLAIN_WORDS = GROUP_VECTORS * VECTOR_WORDS;  // of a group
+constexpr int WINDOW = 16;                                     // exponents that have a code
+// Of a panel's words one in so many may be an exception at most: whoever multiplies it keeps the others waiting.
+constexpr int64_t PANEL_EXCEPTIONS = 128;
 
-inline int exponent(uint16_t bits) { return bits >> EXPONENT & 0xff; }
+inline int exponent(uint16_t bits) { return bits >> EXPONENT_SHIFT & 0xff; }
 inline bool has_code(uint16_t bits, int lowest) { return static_cast<unsigned>(exponent(bits) - lowest) < WINDOW; }
 
 // The lowest of those exponents that most of `words` have; `left_out` becomes the number of words that have others.
@@ -28,13 +30,13 @@ int find_lowest(const uint16_t* words, int64_t count, int64_t* left_out) {
 }
 
 void compress_group(const uint16_t* from, int lowest, uint16_t* to) {
-    uint16_t *codes = to, *even = to + WORDS, *odd = even + WORDS;
-    for (int64_t lane = 0; lane < WORDS; lane++) {
-        unsigned code = 0, rest[GROUP];
-        for (int v = 0; v < GROUP; v++) {
-            const uint16_t bits = from[v * WORDS + lane];
+    uint16_t *codes = to, *even = to + VECTOR_WORDS, *odd = even + VECTOR_WORDS;
+    for (int64_t lane = 0; lane < VECTOR_WORDS; lane++) {
+        unsigned code = 0, rest[GROUP_VECTORS];
+        for (int v = 0; v < GROUP_VECTORS; v++) {
+            const uint16_t bits = from[v * VECTOR_WORDS + lane];
             code |= (exponent(bits) - lowest & 0xf) << 4 * v;
-            rest[v] = v % 2 ? (bits & 0x7f) << 8 | bits >> 15 << 7 : bits & REST;
+            rest[v] = v % 2 ? (bits & 0x7f) << 8 | bits >> 15 << 7 : bits & REST_BITS;
         }
         codes[lane] = static_cast<uint16_t>(code);
         even[lane] = static_cast<uint16_t>(rest[0] | rest[1]);
@@ -42,13 +44,13 @@ void compress_group(const uint16_t* from, int lowest, uint16_t* to) {
     }
 }
 
-// A panel; its exceptions go to `to`, and one of no group behind them.
+// A panel; its exceptions go to `to`, and the sentinel behind them.
 void compress_panel(const uint16_t* from, int64_t groups, int lowest, uint16_t* compressed, Exception* to) {
-    for (int64_t group = 0; group < groups; group++, from += WHOLE, compressed += 3 * WORDS) {
+    for (int64_t group = 0; group < groups; group++, from += PLAIN_WORDS, compressed += 3 * VECTOR_WORDS) {
         compress_group(from, lowest, compressed);
-        for (int64_t place = 0; place < WHOLE; place++)
-            if (!has_code(from[place], lowest))
-                *to++ = {static_cast<int32_t>(group), static_cast<uint16_t>(place), from[place]};
+        for (int64_t word = 0; word < PLAIN_WORDS; word++)
+            if (!has_code(from[word], lowest))
+                *to++ = {static_cast<int32_t>(group), static_cast<uint16_t>(word), from[word]};
     }
     *to = {-1, 0, 0};
 }
@@ -56,23 +58,24 @@ void compress_panel(const uint16_t* from, int64_t groups, int lowest, uint16_t* 
 }  // namespace
 }  // namespace baton
 
-// `plain` panels of `pairs` of inputs, a multiple of `baton_compressed_pairs()`, into `compressed`, of three quarters of
-// their size, and `codes`, which has room for `room` of PanelCode and Exception together. Gives how many those are; where
-// that is more, nothing is compressed.
+// Compresses `plain` panels of `pairs` of inputs, a multiple of `baton_compressed_pairs()`, into `compressed`, of three
+// quarters of their size, and `codes`, with room for `room` of PanelCode and Exception together. Gives how many those
+// are, and 0 where they are more, or too many in one panel: then nothing is compressed.
 extern "C" int64_t baton_compress_panels(const uint16_t* plain, int64_t panels, int64_t pairs, uint16_t* compressed,
                                          void* codes, int64_t room, int64_t num_threads) {
     using namespace baton;
-    const int64_t words = 2 * pairs * PANEL, groups = words / WHOLE;
+    const int64_t words = 2 * pairs * PANEL, groups = words / PLAIN_WORDS;
     auto* panel_codes = static_cast<PanelCode*>(codes);
     auto* exceptions = reinterpret_cast<Exception*>(panel_codes + panels);
-    if (room < 2 * panels) return 2 * panels;
+    if (room < 2 * panels) return 0;
     std::vector<int64_t> left_out(panels);
     const int threads = static_cast<int>(num_threads);
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < panels; i++) panel_codes[i].lowest = find_lowest(plain + i * words, words, &left_out[i]);
     int64_t used = 0;
     for (int64_t i = 0; i < panels; used += left_out[i++] + 1) panel_codes[i].exceptions = static_cast<int32_t>(used);
-    if (panels + used > room) return panels + used;
+    const int64_t most = *std::max_element(left_out.begin(), left_out.end());
+    if (panels + used > room || most > words / PANEL_EXCEPTIONS) return 0;
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < panels; i++)
         compress_panel(plain + i * words, groups, panel_codes[i].lowest,

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t MOST = 2 * BLOCK;  // tokens of a block
 
-// The structures below are laid out as in cpu_layers.py. T is what is computed in, K what pages hold.
+// The structures below are laid out as in layers.py. T is what is computed in, K what pages hold.
 
 // Products: of bfloat16 weights in float32; of int8; of bfloat16 by bfloat16; the same, by AMX's tiles for many rows.
 enum : int32_t { WIDENING, INT8, PAIRS, TILES };

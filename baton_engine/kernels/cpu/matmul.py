@@ -109,6 +109,10 @@ class BFloat16Panels:
     pairs: bool = False
     tiles_above: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.codes is not None and self.tiles_above is not None:
+            raise ValueError("AMX's tiles read weights that lie plain, not compressed ones")
+
     @classmethod
     def pack(
         cls,
@@ -128,15 +132,21 @@ class BFloat16Panels:
             compressed: Weights take three quarters of their bytes, where they can (`_compressed`). The result is the
                 same, bit for bit.
             tiles_above: See above; tiles read weights that lie plain.
+
+        Raises:
+            ValueError: Compressed weights are to be multiplied by tiles.
         """
-        if compressed and tiles_above is not None:
-            raise ValueError("AMX's tiles read weights that lie plain, not compressed ones")
         outputs, inputs = weight.shape
-        padded, columns = _padded(weight, 2, 0), panel_columns()
-        if compressed:  # nobody reads the results of what is filled up; zeros would be exceptions
+        padded = _padded(weight, 2, 0)
+        if (
+            compressed and len(padded) > outputs
+        ):  # nobody reads these results; zeros would be exceptions
             padded[outputs:, :inputs] = weight[-1:]
-        plain = padded.view(-1, columns, padded.shape[1] // 2, 2).permute(0, 2, 1, 3).contiguous()
-        panels, codes = _compressed(plain) if compressed else (plain, None)
+        in_panels = padded.view(-1, panel_columns(), padded.shape[1] // 2, 2).permute(0, 2, 1, 3)
+        panels, codes = in_panels.clone(memory_format=torch.contiguous_format), None
+        del padded, in_panels
+        if compressed and (smaller := _compressed(panels)) is not None:
+            panels, codes = smaller
         return cls(
             panels=panels,
             codes=codes,
@@ -246,15 +256,15 @@ _MOST_EXCEPTIONS = 1 / 1024
 """Of the weights of a matrix that is compressed."""
 
 
-def _compressed(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Panels with their exponents coded, and the codes; `plain` and None where inputs do not come in fours, or too many
-    exponents have no code, such as those of zeros in a matrix that was pruned.
+def _compressed(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Panels with their exponents coded, and the codes; None where pairs of inputs do not fill the groups that are
+    compressed together, or too many exponents have no code, such as those of zeros in a matrix that was pruned.
     """
     library = load_library()
     assert library is not None  # nothing is packed without one
     panels, pairs = plain.shape[:2]
     if pairs % library.baton_compressed_pairs():
-        return plain, None
+        return None
     compressed = torch.empty(plain.numel() * 3 // 4, dtype=plain.dtype)
     codes = torch.empty(2 * panels + int(plain.numel() * _MOST_EXCEPTIONS), dtype=torch.int64)
     used: int = _compressor(library)(
@@ -266,7 +276,7 @@ def _compressed(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]
         len(codes),
         torch.get_num_threads(),
     )
-    return (compressed, codes[:used].clone()) if used <= len(codes) else (plain, None)
+    return (compressed, codes[:used].clone()) if used else None
 
 
 @cache
@@ -278,10 +288,12 @@ def _compressor(library: ctypes.CDLL) -> Callable[..., int]:
 
 
 def _padded(weight: torch.Tensor, depth: int, filling: int) -> torch.Tensor:
-    """Columns rounded up to whole panels, inputs to whole `depth`s."""
+    """Columns rounded up to whole panels, inputs to whole `depth`s; `weight` itself where they are."""
     outputs, inputs = weight.shape
-    rows = -(-outputs // panel_columns()) * panel_columns()
-    padded = torch.full((rows, -(-inputs // depth) * depth), filling, dtype=weight.dtype)
+    rows, width = (-(-outputs // panel_columns()) * panel_columns(), -(-inputs // depth) * depth)
+    if weight.is_contiguous() and weight.shape == (rows, width):
+        return weight
+    padded = torch.full((rows, width), filling, dtype=weight.dtype)
     padded[:outputs, :inputs] = weight
     return padded
 

@@ -9,7 +9,8 @@ namespace {
 
 constexpr int64_t DEPTH = 6144 / PANEL;  // inputs of a widened panel: with a tile of rows about the nearest cache
 
-// Rows for which a compressed panel is decoded in registers, beside their sums; for more it is widened before.
+// Rows for which a compressed panel is decoded in registers, beside their sums; for more it is widened before. With
+// short vectors a tile is no higher.
 constexpr int64_t MOST_DECODED = LANES == 16 ? 4 : TILE;
 
 inline Vec low(IntVec pair) { return reinterpret_cast<Vec>(pair << 16); }
@@ -176,7 +177,7 @@ class Product {
             for (int64_t first = begin; first < end; first += TILE) {
                 float* here = sums + (first - begin) * PANEL;
                 with_height(height(first), [&](auto h) {
-                    multiply<h>(tile(first) + k * h, wide, depth, here, k > 0, panel.place(), Panel::INPUT_BYTES);
+                    multiply<h>(tile(first) + k * h, wide, depth, here, k > 0, panel.address(), Panel::INPUT_BYTES);
                 });
                 // At once: what is written leaves for memory while the next tile is computed.
                 if (last) outputs.put(here, PANEL, first, TILE, index * PANEL);

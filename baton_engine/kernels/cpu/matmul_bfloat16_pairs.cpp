@@ -14,16 +14,16 @@ constexpr int64_t ROWS = 96;   // that a thread multiplies with a panel at once
 constexpr int64_t LOW = 8;     // below so many rows a tile has too few sums to hide the latency of adding to them
 constexpr int64_t AHEAD = 64;  // pairs of a panel, of which those to come are sent for
 
-// What comes after a panel that stays, as multiply_panel sends for it: `step` / 65536 lines per pair.
+// What comes after a panel that stays, as multiply_panel prefetches it: `step` / 65536 lines per pair.
 struct Following {
     const char* lines = nullptr;
     int64_t step = 0;
 
-    void send_for(int64_t pair) const { __builtin_prefetch(lines + (pair * step >> 16) * 64, 0, 2); }
+    void prefetch(int64_t pair) const { __builtin_prefetch(lines + (pair * step >> 16) * 64, 0, 2); }
 };
 
-// sums [R][PANEL] of rows of x and a panel, whose own lines are sent for a little ahead. One that is read more than once
-// is followed by another, of which each tile sends for its share.
+// sums [R][PANEL] of rows of x and a panel, whose own lines are prefetched. One that is read more than once is followed
+// by another, of which each tile prefetches its share.
 template <int R, typename Panel>
 BATON_PAIRS __attribute__((noinline)) void multiply_panel(const bfloat16* x, int64_t inputs, Panel panel, int64_t pairs,
                                                           Following following, float* sums) {
@@ -35,11 +35,11 @@ BATON_PAIRS __attribute__((noinline)) void multiply_panel(const bfloat16* x, int
     BATON_UNROLL for (int i = 0; i < R; i++)
         BATON_UNROLL for (int v = 0; v < ACROSS; v++) acc[i][v] = _mm512_setzero_ps();
     for (int64_t k = 0; k < pairs; k += Panel::PAIRS) {
-        panel.send_for(AHEAD);
+        panel.prefetch(AHEAD);
         Words read[Panel::PAIRS * ACROSS];
         panel.read(read);
         BATON_UNROLL for (int p = 0; p < Panel::PAIRS; p++) {
-            if (!Panel::IS_READ_ONCE) following.send_for(k + p);
+            if (!Panel::IS_READ_ONCE) following.prefetch(k + p);
             BATON_UNROLL for (int i = 0; i < R; i++) {
                 int32_t pair;
                 std::memcpy(&pair, rows[i / 4] + i % 4 * inputs + 2 * p, sizeof pair);
@@ -162,7 +162,8 @@ class PairProduct {
 
     // A tile's share of the panel after `panel`.
     Following following(int64_t panel, int64_t part, int64_t parts) const {
-        const int64_t lines = 2 * pairs * (matrix.codes ? CompressedPanel<>::INPUT_BYTES : PlainPanel<>::INPUT_BYTES) / 64;
+        const int64_t input_bytes = matrix.codes ? CompressedPanel<>::INPUT_BYTES : PlainPanel<>::INPUT_BYTES;
+        const int64_t lines = 2 * pairs * input_bytes / 64;
         return {static_cast<const char*>(matrix.weight) + ((panel + 1) * lines + part * lines / parts) * 64,
                 (lines << 16) / (pairs * parts)};
     }

@@ -1,9 +1,10 @@
 // x * weight^T of bfloat16 by bfloat16, summed in float32, on processors with AMX: one instruction multiplies a tile of
 // 16 rows and 32 inputs by one of 32 inputs and 16 columns. For many rows; a few leave most of a tile empty.
 //
-// Run in emulation only (tests/baton_engine/test_tiles.py), never on a processor with AMX: block sizes are estimates.
+// On a processor with AMX it gives the bits of its emulation (tests/baton_engine/test_tiles.py) and is not fast yet:
+// block sizes are estimates.
 //
-// Weights lie as in matmul_bfloat16.cpp on AVX-512, so that the products for few rows read the same memory: 16 pairs of
+// Weights lie plain, as in panels.h on AVX-512, so that the products for few rows read the same memory: 16 pairs of
 // half a panel are a tile. Rows are packed in tiles of their own, zero beyond the matrix:
 //
 //   packed [rows / 16][inputs / 32][16 rows][16 pairs]

@@ -1,16 +1,16 @@
 // How the products read a panel of bfloat16 weights from its first pair of inputs to its last: as it lies, or with the
 // exponents coded.
 //
-// A decode step waits for memory, and half of an exponent says nothing: nearly all weights of a panel share 16 of the
-// 256. A group, four vectors of pairs, takes three vectors of 16-bit words: a word of `codes` has 4 bits for each of the
-// four, the exponent less the panel's `lowest`; one of `rest` has signs and mantissas of two vectors, of the first as
-// bfloat16 has them, of the second with the bytes swapped.
+// A decode step waits for memory, and nearly all weights of a panel have one of 16 consecutive exponents, of 256. A
+// group of four vectors of pairs takes three vectors of 16-bit words: a word of `codes` has 4 bits for each of the four,
+// the exponent less the panel's `lowest`; one of `rest` has signs and mantissas of two vectors, of the first as bfloat16
+// has them, of the second with the bytes swapped.
 //
-//   weight [panels][inputs / 2][PANEL columns][2]  plain: a pair of consecutive inputs shares 32 bits; columns and
-//                                                  inputs beyond the matrix are zero
+//   weight [panels][inputs / 2][PANEL columns][2]  plain: a pair of consecutive inputs shares 32 bits; inputs beyond
+//                                                  the matrix are zero, columns beyond it anything
 //   weight [panels][groups][codes, rest, rest]     compressed: what is read is what was plain, bit for bit
 //
-// A weight whose exponent is none of the 16 is an exception and stands beside, whole.
+// A weight with another exponent is an exception: it stands whole in a list beside.
 #pragma once
 
 #include "tiles.h"
@@ -19,10 +19,11 @@ namespace baton {
 
 typedef uint16_t Words __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 
-constexpr int GROUP = 4;              // vectors that are compressed together
-constexpr int64_t WORDS = 2 * LANES;  // of a vector
-constexpr int EXPONENT = 7;           // its first bit
-constexpr uint16_t REST = 0x807f, CODE = 0xf << EXPONENT;  // bits of sign and mantissa, and of a code in its place
+constexpr int GROUP_VECTORS = 4;             // vectors that are compressed together
+constexpr int64_t VECTOR_WORDS = 2 * LANES;  // 16-bit words of a vector
+constexpr int EXPONENT_SHIFT = 7;            // of bfloat16
+constexpr uint16_t REST_BITS = 0x807f;       // sign and mantissa
+constexpr uint16_t CODE_BITS = 0xf << EXPONENT_SHIFT;
 
 // Of each compressed panel; exceptions follow on the last panel's.
 struct PanelCode {
@@ -30,10 +31,10 @@ struct PanelCode {
     int32_t exceptions;  // index of its first one
 };
 
-// A panel's are in order of their groups, and end with one that is of no group.
+// A panel's are in order of their groups, with a sentinel of group -1 at the end.
 struct Exception {
     int32_t group;
-    uint16_t place, bits;  // among a group's GROUP * WORDS
+    uint16_t word, bits;  // which of the group's GROUP_VECTORS * VECTOR_WORDS, and the whole weight
 };
 static_assert(sizeof(PanelCode) == sizeof(Exception));
 
@@ -67,10 +68,10 @@ class PlainPanel {
         : next(static_cast<const uint32_t*>(matrix.weight) + index * pairs_of(matrix) * PANEL) {}
 
     // Where the next ones lie.
-    const char* place() const { return reinterpret_cast<const char*>(next); }
+    const char* address() const { return reinterpret_cast<const char*>(next); }
 
-    // Sends for what is to be read `pairs` after the next.
-    void send_for(int64_t pairs) const { bring_near<ONCE>(next + pairs * PANEL, PANEL); }
+    // Of what is to be read `pairs` after the next.
+    void prefetch(int64_t pairs) const { bring_near<ONCE>(next + pairs * PANEL, PANEL); }
 
     // The next PAIRS of all columns.
     void read(Words pairs[ACROSS]) {
@@ -87,7 +88,7 @@ template <bool ONCE = false>
 class CompressedPanel {
    public:
     static constexpr bool IS_COMPRESSED = true, IS_READ_ONCE = ONCE;
-    static constexpr int PAIRS = GROUP / ACROSS;
+    static constexpr int PAIRS = GROUP_VECTORS / ACROSS;
     static constexpr int64_t INPUT_BYTES = 3 * PANEL / 2;
 
     CompressedPanel() = default;
@@ -95,34 +96,34 @@ class CompressedPanel {
         : next(static_cast<const uint16_t*>(matrix.weight) + index * words(pairs_of(matrix))), copy(copy) {
         const auto* codes = static_cast<const PanelCode*>(matrix.codes);
         exception = reinterpret_cast<const Exception*>(codes + panels_of(matrix)) + codes[index].exceptions;
-        lowest = static_cast<uint16_t>(codes[index].lowest << EXPONENT);
+        lowest = static_cast<uint16_t>(codes[index].lowest << EXPONENT_SHIFT);
     }
 
     // 16-bit words of so many pairs of all columns.
-    static constexpr int64_t words(int64_t pairs) { return pairs * INPUT_BYTES; }
+    static constexpr int64_t words(int64_t pairs) { return 2 * pairs * INPUT_BYTES / 2; }
 
-    const char* place() const { return reinterpret_cast<const char*>(next); }
+    const char* address() const { return reinterpret_cast<const char*>(next); }
 
-    void send_for(int64_t pairs) const { bring_near<ONCE>(next + words(pairs), words(PAIRS)); }
+    void prefetch(int64_t pairs) const { bring_near<ONCE>(next + words(pairs), words(PAIRS)); }
 
-    void read(Words pairs[GROUP]) {
+    void read(Words pairs[GROUP_VECTORS]) {
         const Words codes = at(0), even = at(1), odd = at(2), base = lowest - Words{};
-        pairs[0] = ((even & REST) | (codes << EXPONENT & CODE)) + base;
-        pairs[1] = ((swap_bytes(even) & REST) | (codes << (EXPONENT - 4) & CODE)) + base;
-        pairs[2] = ((odd & REST) | (codes >> (8 - EXPONENT) & CODE)) + base;
-        pairs[3] = ((swap_bytes(odd) & REST) | (codes >> (12 - EXPONENT) & CODE)) + base;
-        // In registers: what is written to memory and read as a vector waits until it has been written.
+        pairs[0] = ((even & REST_BITS) | (codes << EXPONENT_SHIFT & CODE_BITS)) + base;
+        pairs[1] = ((swap_bytes(even) & REST_BITS) | (codes << (EXPONENT_SHIFT - 4) & CODE_BITS)) + base;
+        pairs[2] = ((odd & REST_BITS) | (codes >> (8 - EXPONENT_SHIFT) & CODE_BITS)) + base;
+        pairs[3] = ((swap_bytes(odd) & REST_BITS) | (codes >> (12 - EXPONENT_SHIFT) & CODE_BITS)) + base;
+        // In registers: a vector that is loaded from where a word was just stored waits for the store.
         while (__builtin_expect(exception->group == group, 0)) {
-            BATON_UNROLL for (int v = 0; v < GROUP; v++) {
-                const auto here = numbers() == static_cast<uint16_t>(exception->place - v * WORDS);
+            BATON_UNROLL for (int v = 0; v < GROUP_VECTORS; v++) {
+                const auto here = numbers() == static_cast<uint16_t>(exception->word - v * VECTOR_WORDS);
                 pairs[v] = here ? exception->bits - Words{} : pairs[v];
             }
             exception++;
         }
-        group++, next += 3 * WORDS;
+        group++, next += 3 * VECTOR_WORDS;
         if constexpr (!ONCE) {
-            BATON_UNROLL for (int v = 0; v < GROUP; v++) *reinterpret_cast<Words*>(copy + v * LANES) = pairs[v];
-            copy += GROUP * LANES;
+            BATON_UNROLL for (int v = 0; v < GROUP_VECTORS; v++) *reinterpret_cast<Words*>(copy + v * LANES) = pairs[v];
+            copy += GROUP_VECTORS * LANES;
         }
     }
 
@@ -133,12 +134,12 @@ class CompressedPanel {
     int32_t group = 0;
     uint16_t lowest = 0;
 
-    Words at(int vector) const { return *reinterpret_cast<const Words*>(next + vector * WORDS); }
+    Words at(int vector) const { return *reinterpret_cast<const Words*>(next + vector * VECTOR_WORDS); }
 
     // 0, 1, 2, ...
     static Words numbers() {
         Words lanes;
-        for (int64_t i = 0; i < WORDS; i++) lanes[i] = static_cast<uint16_t>(i);
+        for (int64_t i = 0; i < VECTOR_WORDS; i++) lanes[i] = static_cast<uint16_t>(i);
         return lanes;
     }
 };

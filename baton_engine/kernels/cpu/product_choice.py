@@ -40,13 +40,17 @@ ROWS = (1, 8, 32, 256)
 """Tokens of the products that are compared: decodes of different batches and a chunk of a prompt,
 each with the same weight.
 """
-_OUTPUTS, _INPUTS = 2048, 2048
-_MATRICES = 4
-"""Products are timed in turn: what all of them read, more than 100 MB, stays in no cache from one turn to the next,
-as a model's weights do not.
+_OUTPUTS, _INPUTS, _MATRICES = 2048, 2048, 2
+_SWEPT_BYTES = 128 << 20
+"""Read before each product of few tokens is timed, so that its weights come from memory as a model's do, not from a
+cache.
 """
 _ROUNDS = 3
-_WORTH_TWICE_THE_MEMORY = 1.1
+_METHOD = (*ROWS, _OUTPUTS, _INPUTS, _MATRICES, _SWEPT_BYTES)
+_WORTH_MORE_MEMORY = 1.1
+"""How many times as fast `MIXED` has to be, whose weights take 1.75 to 2.3 times the memory of another's."""
+_WORTH_PLAIN_WEIGHTS = 1.03
+"""The same of weights that lie plain, beside compressed ones."""
 _LOCK_TIMEOUT_S = 10.0
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -70,8 +74,8 @@ class Bfloat16Product(StrEnum):
     in 1.75 times the memory.
     """
     AMX = "amx"
-    """`pairs` for steps of up to `FEW_TOKENS`, own code with AMX's tiles for more, on the same weights. Only emulated
-    tiles have computed so: never chosen unless asked for.
+    """`pairs` for steps of up to `FEW_TOKENS`, own code with AMX's tiles for more, on the same weights. Not fast yet:
+    never chosen unless asked for.
     """
     ONEDNN = "onednn"
     """torch's oneDNN, of bfloat16 and in bfloat16, product by product."""
@@ -85,8 +89,8 @@ class Bfloat16Product(StrEnum):
 
     @property
     def is_compressed(self) -> bool:
-        """Whether the weights' exponents are coded, which changes no bit of a result."""
-        return self in _COMPRESSED
+        """Whether the weights that decodes read are compressed, which changes no bit of a result."""
+        return self in _COMPRESSED or self is Bfloat16Product.MIXED
 
     @property
     def uncompressed(self) -> "Bfloat16Product":
@@ -145,23 +149,26 @@ class Comparison:
     unkept: str = ""
 
     def fastest(self, *, one_for_all: bool = False) -> Bfloat16Product:
-        """By the geometric mean over `ROWS`; `MIXED` where it is faster than any other by more than
-        `_WORTH_TWICE_THE_MEMORY`.
+        """By the geometric mean over `ROWS`; compressed weights unless plain ones are faster by more than
+        `_WORTH_PLAIN_WEIGHTS`, `MIXED` where it is faster than any other by more than `_WORTH_MORE_MEMORY`.
 
         Args:
             one_for_all: A row's bits must not depend on how many there are: then it is never `MIXED`.
         """
-        single = min(self.milliseconds, key=self._mean)
+        single = min(self.milliseconds, key=self._worth)
         if one_for_all or not _can_mix(self.milliseconds):
             return single
         gain = self._mean(single) / self._mean(Bfloat16Product.MIXED)
-        return Bfloat16Product.MIXED if gain > _WORTH_TWICE_THE_MEMORY else single
+        return Bfloat16Product.MIXED if gain > _WORTH_MORE_MEMORY else single
 
     def advantage(self) -> float:
         """How many times as fast as the next one the fastest is."""
         fastest = self.fastest()
         others = [self._mean(name) for name in self.milliseconds if name is not fastest]
         return min(others) / self._mean(fastest)
+
+    def _worth(self, name: Bfloat16Product) -> float:
+        return self._mean(name) / (_WORTH_PLAIN_WEIGHTS if name in _COMPRESSED else 1)
 
     def _mean(self, name: Bfloat16Product) -> float:
         return math.exp(math.fsum(map(math.log, self._times(name))) / len(ROWS))
@@ -217,7 +224,7 @@ def rounding(product: Bfloat16Product) -> str:
 def choose_product(
     asked: str, device: torch.device, *, is_used: bool = True, must_agree: bool = False
 ) -> Bfloat16Product:
-    """The product to use. Blocks for up to a second where several may be the fastest and they were not compared here
+    """The product to use. Blocks for a second or a few where several may be the fastest and they were not compared here
     yet.
 
     Args:
@@ -249,7 +256,7 @@ def choose_product(
             )
         if asked == Bfloat16Product.AMX:
             logger.warning(
-                "cpu_product is amx, which has only been run in emulation: compare what it computes"
+                "cpu_product is amx, which took longer than mixed where both were measured"
             )
         return Bfloat16Product(asked)
     if not is_used:
@@ -308,10 +315,13 @@ def compare(possible: Sequence[Bfloat16Product]) -> Comparison:
         for name in possible
     }
     best = {name: [math.inf] * len(ROWS) for name in possible}
+    swept = torch.zeros(_SWEPT_BYTES // 8, dtype=torch.int64)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for _, index, name in product(range(_ROUNDS), range(len(ROWS)), possible):
+            if ROWS[index] <= FEW_TOKENS:
+                swept.sum()
             taken = _milliseconds(multiplying[name], inputs[name][index])
             best[name][index] = min(best[name][index], taken)
     finally:
@@ -357,6 +367,7 @@ def _key(possible: Sequence[Bfloat16Product]) -> str:
         *sorted(cpu_flags()),
         torch.__version__,
         native.digest(native.CPU_KERNELS),
+        *map(str, _METHOD),
         *possible,
     )
     return sha256("\n".join(facts).encode()).hexdigest()[:16]
@@ -398,7 +409,7 @@ def main() -> None:
         line = f"{comparison.fastest()}, {comparison.advantage():.1f} times as fast as the next of {len(possible)}"
     reason = why_no_tiles()
     tiles = (
-        "amx if asked for, which no processor has run yet"
+        "amx if asked for, which took longer than mixed where both were measured"
         if reason is None
         else f"no amx: {reason}"
     )
