@@ -300,6 +300,7 @@ def test_int8_is_what_was_asked_for():
 def test_a_matrix_that_is_held_twice_is_read_for_few_tokens_and_multiplied_for_many():
     mixed = pack(Linear(weight=_weight(64, 64)), product=Bfloat16Product.MIXED)
     assert isinstance(mixed, MixedProduct)
+    assert isinstance(mixed.few, BFloat16Panels)
     assert mixed.few.codes is not None
     few, many = torch.randn(FEW_TOKENS, 64).bfloat16(), torch.randn(FEW_TOKENS + 1, 64).bfloat16()
     assert torch.equal(mixed(few), mixed.few(few))

@@ -2,14 +2,14 @@
 and of those that are equal the lowest token is drawn.
 """
 
-import inspect
 from collections.abc import Callable
+from types import MethodType
 
 import pytest
 import torch
 
 from baton_engine.kernels import reference
-from baton_engine.kernels.cpu.matmul import multiplies_int8, reads_bfloat16
+from baton_engine.kernels.cpu.matmul import BFloat16Panels, multiplies_int8, reads_bfloat16
 from baton_engine.kernels.cpu.product_choice import Bfloat16Product
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.kernels.select import select_kernels
@@ -42,7 +42,8 @@ def fixed(weight: torch.Tensor) -> Projection:
 def compressed(weight: torch.Tensor) -> Projection:
     set_of_kernels = select_kernels(CPU, weight.dtype)
     head = pack_head(weight, "none", set_of_kernels, Bfloat16Product.MIXED, fixed_rows=False)
-    assert inspect.ismethod(head)
+    assert isinstance(head, MethodType)
+    assert isinstance(head.__self__, BFloat16Panels)
     assert head.__self__.codes is not None
     return head
 
