@@ -114,11 +114,10 @@ class InputBuilder:
         begins = starts[places]
         tokens, positions = self._splice(rows, begins.tolist(), total)
         tables = self._tables.update(rows)
-        kept = np.full(len(lengths), NOBODY, np.int64)
-        kept[places] = tables.rows
-        slots = self._slots(positions, np.repeat(kept, lengths))
-        contexts = np.zeros(len(lengths), np.int32)
-        contexts[places] = [row.start + row.num_tokens - self._shift for row in rows]
+        kept = _placed(tables.rows, places, len(lengths))
+        slots = self._slots(positions, np.repeat(kept, lengths), is_padded=padding is not None)
+        ends = np.array([row.start + row.num_tokens - self._shift for row in rows], np.int32)
+        contexts = _placed(ends, places, len(lengths))
         wanted = _wanted(rows, begins.tolist(), 0 if padding is None else padding.num_rows)
         alone = [self._num_alone(row) for row in rows]
         if any(alone):
@@ -163,8 +162,7 @@ class InputBuilder:
         self, lengths: NDArray[np.int64], contexts: NDArray[np.int32]
     ) -> tuple[NDArray[np.int32], ...]:
         """`row_of_piece` and `first_piece` of the leading decodes; nothing where none are cut."""
-        decodes = int(np.cumprod(lengths == 1).sum())
-        if self._split_rule is None or not decodes:
+        if self._split_rule is None or not (decodes := int(np.cumprod(lengths == 1).sum())):
             return ()
         return self._split_rule.cut(contexts[:decodes])
 
@@ -196,24 +194,26 @@ class InputBuilder:
         return tokens, positions
 
     def _slots(
-        self, positions: NDArray[np.int64], kept_row_of: NDArray[np.int64]
+        self, positions: NDArray[np.int64], kept_row_of: NDArray[np.int64], *, is_padded: bool
     ) -> NDArray[np.int64]:
         """Where the KV of each token goes; nowhere, -1, for tokens of padding."""
+        pages, offsets = np.divmod(positions[: len(kept_row_of)], self._block_tokens)
+        blocks = self._tables.pages_at(kept_row_of, pages).astype(np.int64)
+        own = blocks * self._block_tokens + offsets
+        if not is_padded:
+            return own
         slots = np.full(len(positions), -1, np.int64)
-        positions = positions[: len(kept_row_of)]
-        blocks = self._tables.pages_at(kept_row_of, positions // self._block_tokens)
-        own = blocks.astype(np.int64) * self._block_tokens + positions % self._block_tokens
         slots[: len(own)] = np.where(kept_row_of == NOBODY, -1, own)
         return slots
 
 
 def _laid_out(
     rows: Sequence[Row], padding: Padding | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+) -> tuple[slice | NDArray[np.int64], NDArray[np.int64], int]:
     """Which of the step's rows the given ones are, the lengths of all, and the tokens of all."""
-    own = np.array([row.num_tokens for row in rows], np.int64)
+    own = [row.num_tokens for row in rows]
     if padding is None:
-        return np.arange(len(rows)), own, int(own.sum())
+        return slice(len(rows)), np.array(own, np.int64), sum(own)
     decodes = num_decodes(rows)
     places = np.arange(len(rows))
     places[decodes:] += padding.decodes - decodes
@@ -221,6 +221,17 @@ def _laid_out(
     lengths[: padding.decodes] = 1
     lengths[places] = own
     return places, lengths, padding.decodes + padding.chunk_tokens
+
+
+def _placed(
+    values: NDArray[_Integer], places: slice | NDArray[np.int64], count: int
+) -> NDArray[_Integer]:
+    """`values` at `places` of so many; elsewhere zeros, which are `NOBODY` and no context."""
+    if len(values) == count:
+        return values
+    placed = np.zeros(count, values.dtype)
+    placed[places] = values
+    return placed
 
 
 def num_decodes(rows: Sequence[Row]) -> int:
@@ -241,6 +252,8 @@ def _wanted(rows: Sequence[Row], begins: Sequence[int], at_least: int) -> NDArra
         if row.num_scored
     ]
     lacking = at_least - len(last) - sum(map(len, scored))
+    if not scored and lacking <= 0:
+        return np.array(last, np.int64)
     return np.concatenate((np.array(last, np.int64), *scored, np.zeros(max(0, lacking), np.int64)))
 
 
