@@ -54,7 +54,7 @@ inline Words swap_bytes(Words words) {
 #endif
 }
 
-// A panel as it lies; of one that is read ONCE, lines that are sent for pass the larger caches by.
+// A panel as it lies. Prefetched lines of one that is read ONCE pass the larger caches by.
 template <bool ONCE = false>
 class PlainPanel {
    public:
