@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,15 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engine sets for its process ends with the test."""
+def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the engine sets for its process ends with the test, as does the connector of one that was refused late."""
     ranks = {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "OMP_NUM_THREADS": "2"}
     for name, value in (build._ENVIRONMENT | ranks).items():
         monkeypatch.setenv(name, os.environ.get(name, value))
+    yield
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
 
 
 @pytest.fixture(scope="module")
