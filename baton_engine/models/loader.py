@@ -218,7 +218,7 @@ def _opened(
         )
     if multiplies.is_compressed and not all(compressed):
         logger.warning(
-            "%d of %d matrices stay at 16 bits: too many of their exponents are far from the others",
+            "%d of %d matrices stay at 16 bits: too many of their exponents have no code, or their widths do not fit",
             compressed.count(False),
             len(compressed),
         )
