@@ -138,10 +138,8 @@ class BFloat16Panels:
         """
         outputs, inputs = weight.shape
         padded = _padded(weight, 2, 0)
-        if (
-            compressed and len(padded) > outputs
-        ):  # nobody reads these results; zeros would be exceptions
-            padded[outputs:, :inputs] = weight[-1:]
+        if compressed and len(padded) > outputs:
+            padded[outputs:, :inputs] = weight[-1:]  # nobody reads these; zeros would be exceptions
         in_panels = padded.view(-1, panel_columns(), padded.shape[1] // 2, 2).permute(0, 2, 1, 3)
         panels, codes = in_panels.clone(memory_format=torch.contiguous_format), None
         del padded, in_panels
