@@ -75,8 +75,8 @@ def _decoder(path, family, kind, dtype=torch.float32):
     return decoder
 
 
-def _run(decoder, rows, hooks=None, kv_dtype=None):
-    """Logits of each row's last token, and what the pages hold afterwards."""
+def _run(decoder, rows, hooks=None, kv_dtype=None, scored=None):
+    """Logits of each row's last token, or of its first `scored`, and what the pages hold afterwards."""
     torch.manual_seed(0)
     prompts = [torch.randint(3, 300, (length,)).tolist() for length, _ in rows]
     texts, blocks = make_texts(
@@ -84,8 +84,16 @@ def _run(decoder, rows, hooks=None, kv_dtype=None):
     )
     _, arena = make_runner(decoder, block_tokens=BLOCK_TOKENS, num_blocks=blocks, kv_dtype=kv_dtype)
     planned = [
-        Row(seq=text.seq, start=length - new, num_tokens=new, samples=(0,))
-        for text, (length, new) in zip(texts, rows, strict=True)
+        Row(
+            seq=text.seq,
+            start=length - new,
+            num_tokens=new,
+            samples=(0,) if count is None else (),
+            num_scored=count or 0,
+        )
+        for text, (length, new), count in zip(
+            texts, rows, scored or len(rows) * (None,), strict=True
+        )
     ]
     for layer in range(len(decoder.layers)):
         arena.layer(layer).copy_(torch.randn(arena.layer(layer).shape))
@@ -102,6 +110,23 @@ def test_whole_layers_give_the_bits_of_their_parts(tmp_path, family, kind, dtype
     parts = replace(whole, whole_layers=None)
     for rows in (ROWS, ROWS[:1]):
         for together, apart in zip(_run(whole, rows), _run(parts, rows), strict=True):
+            assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_layer_attends_for_whatever_token_is_of_use(tmp_path, kind, dtype):
+    whole = _decoder(tmp_path, "llama", kind, dtype)
+    parts = replace(whole, whole_layers=None)
+    # None, a few in the first tile of a chunk, all of a chunk, and of some rows what is drawn from.
+    for scored in (
+        (None, 1, 3, None, 0, 1, None),
+        (0, 0, 17, 2, None, 650, 64),
+        (0, 0, 0, 0, 0, 200, 0),
+    ):
+        for together, apart in zip(
+            _run(whole, ROWS, scored=scored), _run(parts, ROWS, scored=scored), strict=True
+        ):
             assert torch.equal(together, apart)
 
 

@@ -40,29 +40,40 @@ int64_t Attention<T, K>::tile_tokens() const {
 }
 
 template <typename T, typename K>
-std::vector<int64_t> Attention<T, K>::first_tiles() const {
-    std::vector<int64_t> first(num_rows + 1, 0);
-    for (int64_t row = 0; row < num_rows; row++) {
-        int64_t length = query_starts[row + 1] - query_starts[row];
-        first[row + 1] = first[row] + (length + tile_tokens() - 1) / tile_tokens();
-    }
-    return first;
+std::vector<QueryTile> Attention<T, K>::tiles() const {
+    std::vector<QueryTile> tiles;
+    for (int64_t row = 0; row < num_rows; row++)
+        for (int64_t first = 0; first < query_starts[row + 1] - query_starts[row]; first += tile_tokens())
+            tiles.push_back({row, first});
+    return tiles;
 }
 
 template <typename T, typename K>
-void attend(const Attention<T, K>& call, const std::vector<int64_t>& first_tiles) {
+std::vector<QueryTile> Attention<T, K>::tiles_of(const int64_t* tokens, int64_t count) const {
+    std::vector<int64_t> in_order(tokens, tokens + count);
+    std::sort(in_order.begin(), in_order.end());
+    auto token = in_order.begin();
+    std::vector<QueryTile> found;
+    for (const QueryTile& tile : tiles()) {
+        int64_t first = query_starts[tile.row] + tile.first;
+        int64_t end = std::min<int64_t>(first + tile_tokens(), query_starts[tile.row + 1]);
+        token = std::lower_bound(token, in_order.end(), first);
+        if (token != in_order.end() && *token < end) found.push_back(tile);
+    }
+    return found;
+}
+
+template <typename T, typename K>
+void attend(const Attention<T, K>& call, const std::vector<QueryTile>& tiles) {
     static thread_local Scratch scratch;
     int64_t tokens = call.tile_tokens();
     scratch.fit(round_up(tokens * call.group(), LANES), call.width());
-    int64_t at_once = share(call, first_tiles.back());
+    int64_t count = tiles.size(), at_once = share(call, count);
 #pragma omp for schedule(dynamic, at_once)
-    for (int64_t item = 0; item < first_tiles.back() * call.num_kv_heads; item++) {
-        int64_t tile = item / call.num_kv_heads, head = item % call.num_kv_heads;
-        auto after = std::upper_bound(first_tiles.begin(), first_tiles.end(), tile);
-        int64_t row = after - first_tiles.begin() - 1;
+    for (int64_t item = 0; item < count * call.num_kv_heads; item++) {
+        auto [row, first] = tiles[item / call.num_kv_heads];
         int64_t length = call.query_starts[row + 1] - call.query_starts[row];
-        int64_t first = (tile - first_tiles[row]) * tokens;
-        attend_tile(call, scratch, row, head, first, std::min(first + tokens, length));
+        attend_tile(call, scratch, row, item % call.num_kv_heads, first, std::min(first + tokens, length));
     }
 }
 
@@ -70,7 +81,7 @@ void attend(const Attention<T, K>& call, const std::vector<int64_t>& first_tiles
 
 #define BATON_PAGED_ATTENTION(NAME, T, K)                                                          \
     template struct baton::Attention<T, K>;                                                        \
-    template void baton::attend<T, K>(const Attention<T, K>&, const std::vector<int64_t>&);        \
+    template void baton::attend<T, K>(const Attention<T, K>&, const std::vector<QueryTile>&);      \
     extern "C" void NAME(const T* query, const K* pages, const int32_t* query_starts,              \
                          const int32_t* context_lens, const int32_t* block_tables, T* out,         \
                          int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,                \
@@ -80,8 +91,8 @@ void attend(const Attention<T, K>& call, const std::vector<int64_t>& first_tiles
                                     block_tables, out,      num_rows,     num_heads,               \
                                     num_kv_heads, head_dim, block_tokens, table_width,             \
                                     scale,        window,   pairs != 0};                           \
-        std::vector<int64_t> tiles = call.first_tiles();                                           \
-        _Pragma("omp parallel num_threads(static_cast<int>(num_threads)) if (tiles.back() * num_kv_heads > 1)") \
+        std::vector<baton::QueryTile> tiles = call.tiles();                                        \
+        _Pragma("omp parallel num_threads(static_cast<int>(num_threads)) if (tiles.size() * num_kv_heads > 1)") \
         baton::attend<T, K>(call, tiles);                                                          \
     }
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "tiles.h"
@@ -44,7 +45,7 @@ struct Step {
     const int64_t* slots;
     const int32_t *query_starts, *context_lens, *block_tables;
     void *x, *residual;  // [tokens][hidden]: what the last layer gave, and the sum of all before; both are overwritten
-    // Tokens that are of use after the last layer, and where they go, [logits][hidden].
+    // Tokens that are of use once the last layer's keys and values are written, and where they go, [logits][hidden].
     int64_t logits;
     const int64_t* logit_tokens;
     void *logit_x, *logit_residual;
@@ -53,21 +54,21 @@ struct Step {
 // Memory of a step, kept from call to call.
 template <typename T>
 struct Workspace {
-    T *query, *normed, *wide, *gated;
+    T *query, *logit_query, *normed, *wide, *gated;
     float* packed;
 
-    Workspace(const Shape& shape, int64_t tokens) {
+    Workspace(const Shape& shape, int64_t tokens, int64_t logits) {
         static thread_local std::vector<float> memory;
         int64_t block = std::min(round_up(tokens, TILE), MOST);
         int64_t widest = std::max({shape.hidden, shape.queries(), shape.width});
-        int64_t sizes[] = {tokens * shape.queries(), block * shape.hidden,
+        int64_t sizes[] = {tokens * shape.queries(), logits * shape.queries(), block * shape.hidden,
                            block * std::max(shape.fused(), 2 * shape.width), block * shape.width};
         int64_t total = packed_floats(block, widest);
         for (int64_t size : sizes) total += round_up(size, 2 * LANES);
         packed = kept(memory, total);
         T* next = reinterpret_cast<T*>(packed + packed_floats(block, widest));
-        T** places[] = {&query, &normed, &wide, &gated};
-        for (int i = 0; i < 4; i++, next += round_up(sizes[i - 1], 2 * LANES)) *places[i] = next;
+        T** places[] = {&query, &logit_query, &normed, &wide, &gated};
+        for (int i = 0; i < 5; i++) *places[i] = std::exchange(next, next + round_up(sizes[i], 2 * LANES));
     }
 };
 
@@ -75,27 +76,27 @@ template <typename T, typename K>
 class Layers {
    public:
     Layers(const Shape& shape, const Step& step)
-        : shape(shape), step(step), at(shape, step.tokens), call(attention()), tiles(call.first_tiles()) {}
+        : shape(shape), step(step), at(shape, step.tokens, step.logits), call(attention()), tiles(call.tiles()),
+          logit_tiles(call.tiles_of(step.logit_tokens, step.logits)) {}
 
     // Called by every thread of a team.
     void run(const Layer& layer, bool last) {
-        T *x = static_cast<T*>(step.x), *residual = static_cast<T*>(step.residual);
+        T *x = static_cast<T*>(step.x), *residual = static_cast<T*>(step.residual), *query = at.query;
         blocks(step.tokens, [&](int64_t from, int64_t count) { project(layer, x, residual, from, count); });
         Attention<T, K> here = call;
         here.pages = static_cast<K*>(layer.pages);
         here.window = layer.window;
-        attend(here, tiles);
-        blocks(step.tokens, [&](int64_t from, int64_t count) {
-            multiply(layer.output, at.query + from * shape.queries(), x + from * shape.hidden, count);
-        });
+        attend(here, last ? logit_tiles : tiles);
         int64_t tokens = step.tokens;
-        if (last) {
-            select(x, static_cast<T*>(step.logit_x));
-            select(residual, static_cast<T*>(step.logit_residual));
-            x = static_cast<T*>(step.logit_x);
-            residual = static_cast<T*>(step.logit_residual);
+        if (last) {  // no keys and values depend on what follows
             tokens = step.logits;
+            select(residual, static_cast<T*>(step.logit_residual), shape.hidden);
+            select(at.query, at.logit_query, shape.queries());
+            x = static_cast<T*>(step.logit_x), residual = static_cast<T*>(step.logit_residual), query = at.logit_query;
         }
+        blocks(tokens, [&](int64_t from, int64_t count) {
+            multiply(layer.output, query + from * shape.queries(), x + from * shape.hidden, count);
+        });
         blocks(tokens, [&](int64_t from, int64_t count) {
             feed_forward(layer, x + from * shape.hidden, residual + from * shape.hidden, count);
         });
@@ -106,7 +107,7 @@ class Layers {
     const Step& step;
     Workspace<T> at;
     Attention<T, K> call;
-    std::vector<int64_t> tiles;
+    std::vector<QueryTile> tiles, logit_tiles;
 
     Attention<T, K> attention() const {
         return {at.query,       nullptr,        step.query_starts, step.context_lens,  step.block_tables,
@@ -168,10 +169,11 @@ class Layers {
         silu_mul(at.wide, at.gated, count, shape.width);
     }
 
-    void select(const T* from, T* to) const {
+    // Lines of `width` of the tokens that are of use.
+    void select(const T* from, T* to, int64_t width) const {
 #pragma omp for
         for (int64_t i = 0; i < step.logits; i++)
-            std::copy_n(from + step.logit_tokens[i] * shape.hidden, shape.hidden, to + i * shape.hidden);
+            std::copy_n(from + step.logit_tokens[i] * width, width, to + i * width);
     }
 };
 

@@ -63,6 +63,11 @@ struct Rotation {
 template <typename T, typename K>
 void rotate_and_store(const Rotation<T, K>& rotation, const T* qkv, T* query, int64_t tokens);
 
+// Queries that a thread takes at once: of row `row` up to `tile_tokens()` tokens, from its token `first` on.
+struct QueryTile {
+    int64_t row, first;
+};
+
 // Ragged rows of a step over their pages; `out` may be `query`.
 template <typename T, typename K>
 struct Attention {
@@ -78,11 +83,12 @@ struct Attention {
     int64_t group() const { return num_heads / num_kv_heads; }
     int64_t tile_tokens() const;
     int64_t width() const { return round_up(head_dim, LANES); }
-    // First tile of each row, and the number of tiles: what `attend` divides.
-    std::vector<int64_t> first_tiles() const;
+    std::vector<QueryTile> tiles() const;  // all of them, row by row
+    // Those that some of these tokens are in.
+    std::vector<QueryTile> tiles_of(const int64_t* tokens, int64_t count) const;
 };
 
 template <typename T, typename K>
-void attend(const Attention<T, K>& call, const std::vector<int64_t>& first_tiles);
+void attend(const Attention<T, K>& call, const std::vector<QueryTile>& tiles);
 
 }  // namespace baton
