@@ -25,10 +25,12 @@ constexpr float HIDDEN = -3e38f;   // a masked score: its exponential is 0 again
 struct Scratch {
     float *queries, *scores, *sums, *keys, *values, *maxima, *totals, *rescale;
     int32_t* positions;
+    std::vector<int64_t> places;  // of the queries, counted in elements
     std::vector<float> memory;
     std::vector<const float*> query_rows, weight_rows;
 
     void fit(int64_t lanes, int64_t width) {
+        places.resize(lanes);
         query_rows.resize(width);
         weight_rows.resize(lanes);
         memory.resize(2 * lanes * width + KEYS * (lanes + 2 * width) + 4 * lanes + LINE);
@@ -67,20 +69,23 @@ class Tile {
     Scratch& at;
     int64_t row, head, group, width, count, lanes, token, begin_position, end_position;
 
-    const T* query(int64_t m) const {
-        int64_t index = (token + m / group) * call.num_heads + head * group + m % group;
-        return call.query + index * call.head_dim;
-    }
+    // Beyond those that there are, the last one is repeated.
+    const T* query(int64_t m) const { return call.query + at.places[m]; }
 
-    T* answer(int64_t m) const { return call.out + (query(m) - call.query); }
+    T* answer(int64_t m) const { return call.out + at.places[m]; }
 
     // Nothing has been attended to yet.
     void begin() {
         std::fill(at.sums, at.sums + lanes * width, 0.0f);
         std::fill(at.maxima, at.maxima + lanes, NOTHING);
         std::fill(at.totals, at.totals + lanes, 0.0f);
-        for (int64_t m = 0; m < lanes; m++)
-            at.positions[m] = begin_position + std::min(m, count - 1) / group;
+        for (int64_t m = 0, first = 0; m < count; first++)  // no dividing: it would cost as much as a round of keys
+            for (int64_t member = 0; member < group; member++, m++) {
+                at.positions[m] = static_cast<int32_t>(begin_position + first);
+                at.places[m] = ((token + first) * call.num_heads + head * group + member) * call.head_dim;
+            }
+        std::fill(at.positions + count, at.positions + lanes, at.positions[count - 1]);
+        std::fill(at.places.begin() + count, at.places.begin() + lanes, at.places[count - 1]);
     }
 
     // The first key that some query sees, of this tile or of one that begins at `begin`.
