@@ -75,8 +75,10 @@ def _decoder(path, family, kind, dtype=torch.float32):
     return decoder
 
 
-def _run(decoder, rows, hooks=None, kv_dtype=None, scored=None):
-    """Logits of each row's last token, or of its first `scored`, and what the pages hold afterwards."""
+def _run(decoder, rows, hooks=None, kv_dtype=None, wanted=None):
+    """Logits, and what the pages hold afterwards. `wanted` says of each row whether its last token draws, and how many
+    of its first ones are scored; without it the last ones draw.
+    """
     torch.manual_seed(0)
     prompts = [torch.randint(3, 300, (length,)).tolist() for length, _ in rows]
     texts, blocks = make_texts(
@@ -88,11 +90,11 @@ def _run(decoder, rows, hooks=None, kv_dtype=None, scored=None):
             seq=text.seq,
             start=length - new,
             num_tokens=new,
-            samples=(0,) if count is None else (),
-            num_scored=count or 0,
+            samples=(0,) if draws else (),
+            num_scored=scored,
         )
-        for text, (length, new), count in zip(
-            texts, rows, scored or len(rows) * (None,), strict=True
+        for text, (length, new), (draws, scored) in zip(
+            texts, rows, wanted or len(rows) * ((True, 0),), strict=True
         )
     ]
     for layer in range(len(decoder.layers)):
@@ -113,21 +115,26 @@ def test_whole_layers_give_the_bits_of_their_parts(tmp_path, family, kind, dtype
             assert torch.equal(together, apart)
 
 
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        pytest.param(
+            ((True, 0), (False, 1), (False, 3), (True, 0), (False, 0), (False, 1), (True, 0)),
+            id="some",
+        ),
+        pytest.param((*5 * ((False, 0),), (False, 200), (False, 0)), id="several tiles of a chunk"),
+        pytest.param(tuple((True, new - 1) for _, new in ROWS), id="all tokens"),
+        pytest.param(tuple((True, new) for _, new in ROWS), id="some twice"),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_last_layer_attends_for_whatever_token_is_of_use(tmp_path, kind, dtype):
-    whole = _decoder(tmp_path, "llama", kind, dtype)
-    parts = replace(whole, whole_layers=None)
-    # None, a few in the first tile of a chunk, all of a chunk, and of some rows what is drawn from.
-    for scored in (
-        (None, 1, 3, None, 0, 1, None),
-        (0, 0, 17, 2, None, 650, 64),
-        (0, 0, 0, 0, 0, 200, 0),
-    ):
-        for together, apart in zip(
-            _run(whole, ROWS, scored=scored), _run(parts, ROWS, scored=scored), strict=True
-        ):
-            assert torch.equal(together, apart)
+def test_the_last_layer_attends_for_whatever_token_is_wanted(tmp_path, family, kind, dtype, wanted):
+    whole = _decoder(tmp_path, family, kind, dtype)
+    expected = _run(replace(whole, whole_layers=None), ROWS, wanted=wanted)
+    assert all(map(torch.equal, _run(whole, ROWS, wanted=wanted), expected))
+    assert all(map(torch.equal, _run(whole, ROWS, Recorder(), wanted=wanted), expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

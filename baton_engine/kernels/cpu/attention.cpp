@@ -16,6 +16,7 @@ namespace {
 constexpr int64_t QUERIES = 64;  // per tile, about
 
 // Tiles that a thread takes at once: where there are rows enough for all, a whole row, whose heads lie side by side.
+// Where some tiles are left out this may guess otherwise, which costs little.
 template <typename T, typename K>
 int64_t share(const Attention<T, K>& call, int64_t tiles) {
     bool decodes = tiles == call.num_rows && tiles >= 4 * omp_get_num_threads();
@@ -41,23 +42,24 @@ int64_t Attention<T, K>::tile_tokens() const {
 
 template <typename T, typename K>
 std::vector<QueryTile> Attention<T, K>::tiles() const {
-    std::vector<QueryTile> tiles;
+    std::vector<QueryTile> found;
     for (int64_t row = 0; row < num_rows; row++)
         for (int64_t first = 0; first < query_starts[row + 1] - query_starts[row]; first += tile_tokens())
-            tiles.push_back({row, first});
-    return tiles;
+            found.push_back({row, first});
+    return found;
 }
 
 template <typename T, typename K>
-std::vector<QueryTile> Attention<T, K>::tiles_of(const int64_t* tokens, int64_t count) const {
+std::vector<QueryTile> Attention<T, K>::tiles_with(const int64_t* tokens, int64_t count,
+                                                   const std::vector<QueryTile>& all) const {
     std::vector<int64_t> in_order(tokens, tokens + count);
     std::sort(in_order.begin(), in_order.end());
     auto token = in_order.begin();
     std::vector<QueryTile> found;
-    for (const QueryTile& tile : tiles()) {
-        int64_t first = query_starts[tile.row] + tile.first;
-        int64_t end = std::min<int64_t>(first + tile_tokens(), query_starts[tile.row + 1]);
-        token = std::lower_bound(token, in_order.end(), first);
+    for (const QueryTile& tile : all) {
+        int64_t begin = query_starts[tile.row] + tile.first;
+        int64_t end = std::min<int64_t>(begin + tile_tokens(), query_starts[tile.row + 1]);
+        token = std::lower_bound(token, in_order.end(), begin);
         if (token != in_order.end() && *token < end) found.push_back(tile);
     }
     return found;

@@ -177,7 +177,8 @@ class PairTile : Tile<bfloat16, bfloat16> {
     // The pairs from element d on of a vector of queries, a line for each.
     void turn_queries(int64_t m, int64_t d, Pair* to) const {
         Vec lines[LANES];
-        BATON_UNROLL for (int64_t i = 0; i < LANES; i++) lines[i] = load(reinterpret_cast<const float*>(query(m + i) + d));
+        BATON_UNROLL for (int64_t i = 0; i < LANES; i++)
+            lines[i] = load(reinterpret_cast<const float*>(query(m + i) + d));
         transpose(lines);
         BATON_UNROLL for (int64_t i = 0; i < LANES; i++) store(reinterpret_cast<float*>(to + i * lanes), lines[i]);
     }

@@ -69,7 +69,7 @@ class Tile {
     Scratch& at;
     int64_t row, head, group, width, count, lanes, token, begin_position, end_position;
 
-    // Beyond those that there are, the last one is repeated.
+    // Once `begin` was called. Beyond those that there are, the last one is repeated.
     const T* query(int64_t m) const { return call.query + at.places[m]; }
 
     T* answer(int64_t m) const { return call.out + at.places[m]; }
@@ -79,10 +79,10 @@ class Tile {
         std::fill(at.sums, at.sums + lanes * width, 0.0f);
         std::fill(at.maxima, at.maxima + lanes, NOTHING);
         std::fill(at.totals, at.totals + lanes, 0.0f);
-        for (int64_t m = 0, first = 0; m < count; first++)  // no dividing: it would cost as much as a round of keys
+        for (int64_t m = 0, nth = 0; m < count; nth++)  // dividing `m` would cost as much as half a round of keys
             for (int64_t member = 0; member < group; member++, m++) {
-                at.positions[m] = static_cast<int32_t>(begin_position + first);
-                at.places[m] = ((token + first) * call.num_heads + head * group + member) * call.head_dim;
+                at.positions[m] = static_cast<int32_t>(begin_position + nth);
+                at.places[m] = ((token + nth) * call.num_heads + head * group + member) * call.head_dim;
             }
         std::fill(at.positions + count, at.positions + lanes, at.positions[count - 1]);
         std::fill(at.places.begin() + count, at.places.begin() + lanes, at.places[count - 1]);

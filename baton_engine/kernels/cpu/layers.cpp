@@ -44,7 +44,7 @@ struct Step {
     const float *cos, *sin;
     const int64_t* slots;
     const int32_t *query_starts, *context_lens, *block_tables;
-    void *x, *residual;  // [tokens][hidden]: what the last layer gave, and the sum of all before; both are overwritten
+    void *x, *residual;  // [tokens][hidden]: what the layer before gave, and the sum of all before; may be overwritten
     // Tokens that are of use once the last layer's keys and values are written, and where they go, [logits][hidden].
     int64_t logits;
     const int64_t* logit_tokens;
@@ -59,7 +59,7 @@ struct Workspace {
 
     Workspace(const Shape& shape, int64_t tokens, int64_t logits) {
         static thread_local std::vector<float> memory;
-        int64_t block = std::min(round_up(tokens, TILE), MOST);
+        int64_t block = std::min(round_up(std::max(tokens, logits), TILE), MOST);
         int64_t widest = std::max({shape.hidden, shape.queries(), shape.width});
         int64_t sizes[] = {tokens * shape.queries(), logits * shape.queries(), block * shape.hidden,
                            block * std::max(shape.fused(), 2 * shape.width), block * shape.width};
@@ -77,7 +77,7 @@ class Layers {
    public:
     Layers(const Shape& shape, const Step& step)
         : shape(shape), step(step), at(shape, step.tokens, step.logits), call(attention()), tiles(call.tiles()),
-          logit_tiles(call.tiles_of(step.logit_tokens, step.logits)) {}
+          logit_tiles(call.tiles_with(step.logit_tokens, step.logits, tiles)) {}
 
     // Called by every thread of a team.
     void run(const Layer& layer, bool last) {
@@ -95,7 +95,7 @@ class Layers {
             x = static_cast<T*>(step.logit_x), residual = static_cast<T*>(step.logit_residual), query = at.logit_query;
         }
         blocks(tokens, [&](int64_t from, int64_t count) {
-            multiply(layer.output, query + from * shape.queries(), x + from * shape.hidden, count);
+            multiply(layer.output, query + from * shape.queries(), x + from * shape.hidden, count, step.tokens);
         });
         blocks(tokens, [&](int64_t from, int64_t count) {
             feed_forward(layer, x + from * shape.hidden, residual + from * shape.hidden, count);
@@ -123,14 +123,17 @@ class Layers {
         for (int64_t from = 0; from < tokens; from += size) body(from, std::min(size, tokens - from));
     }
 
-    void multiply(const Matrix& matrix, const T* x, T* out, int64_t rows) {
+    void multiply(const Matrix& matrix, const T* x, T* out, int64_t rows) { multiply(matrix, x, out, rows, rows); }
+
+    // The product is the one for `of` rows, of which some are multiplied.
+    void multiply(const Matrix& matrix, const T* x, T* out, int64_t rows, int64_t of) {
 #ifdef __AVX512VNNI__
         if (shape.product == INT8) return multiply_int8(matrix, x, out, rows, at.packed);
 #endif
 #ifdef __AVX512F__
         if constexpr (std::is_same_v<T, bfloat16>) {
 #ifdef BATON_TILES
-            if (shape.product == TILES && rows > shape.few_rows) return multiply_tiles(matrix, x, out, rows, at.packed);
+            if (shape.product == TILES && of > shape.few_rows) return multiply_tiles(matrix, x, out, rows, at.packed);
 #endif
             if (shape.product == PAIRS || shape.product == TILES)
                 return multiply_pairs(matrix, x, out, rows, at.packed);

@@ -84,10 +84,11 @@ struct Attention {
     int64_t tile_tokens() const;
     int64_t width() const { return round_up(head_dim, LANES); }
     std::vector<QueryTile> tiles() const;  // all of them, row by row
-    // Those that some of these tokens are in.
-    std::vector<QueryTile> tiles_of(const int64_t* tokens, int64_t count) const;
+    // Those of `all` with some of these tokens of the step, which may come in any order, and more than once.
+    std::vector<QueryTile> tiles_with(const int64_t* tokens, int64_t count, const std::vector<QueryTile>& all) const;
 };
 
+// Attends for the queries of these tiles; the rest of `out` stays as it is.
 template <typename T, typename K>
 void attend(const Attention<T, K>& call, const std::vector<QueryTile>& tiles);
 
