@@ -2,8 +2,8 @@
 // a layer and waking the threads for each would cost as much as half of the computing.
 //
 // Tokens go through the products in blocks, so that what lies between two products stays in the cache however long a
-// prompt's chunk is. Attention in between takes them all at once: every thread finds work,
-// also when rows are few and long.
+// prompt's chunk is. Attention in between takes them all at once, so that every thread finds work also when rows are few
+// and long; in the last layer only those that are of use, since no keys and values depend on what comes then.
 
 #include <algorithm>
 #include <type_traits>
@@ -76,8 +76,7 @@ template <typename T, typename K>
 class Layers {
    public:
     Layers(const Shape& shape, const Step& step)
-        : shape(shape), step(step), at(shape, step.tokens, step.logits), call(attention()), tiles(call.tiles()),
-          logit_tiles(call.tiles_with(step.logit_tokens, step.logits, tiles)) {}
+        : shape(shape), step(step), at(shape, step.tokens, step.logits), call(attention()), tiles(call.tiles()) {}
 
     // Called by every thread of a team.
     void run(const Layer& layer, bool last) {
@@ -86,9 +85,11 @@ class Layers {
         Attention<T, K> here = call;
         here.pages = static_cast<K*>(layer.pages);
         here.window = layer.window;
-        attend(here, last ? logit_tiles : tiles);
         int64_t tokens = step.tokens;
-        if (last) {  // no keys and values depend on what follows
+        if (!last) {
+            attend(here, tiles);
+        } else {
+            attend(here, call.tiles_with(step.logit_tokens, step.logits, tiles));
             tokens = step.logits;
             select(residual, static_cast<T*>(step.logit_residual), shape.hidden);
             select(at.query, at.logit_query, shape.queries());
@@ -107,7 +108,7 @@ class Layers {
     const Step& step;
     Workspace<T> at;
     Attention<T, K> call;
-    std::vector<QueryTile> tiles, logit_tiles;
+    std::vector<QueryTile> tiles;
 
     Attention<T, K> attention() const {
         return {at.query,       nullptr,        step.query_starts, step.context_lens,  step.block_tables,

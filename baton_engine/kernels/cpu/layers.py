@@ -162,7 +162,8 @@ class CpuLayers:
             flow: What came out of these.
             rotation: Of the tokens' positions.
             batch: Rows and their pages, which are those of `use_pages`.
-            logit_tokens: `[num_logits]` int64, the tokens that are of use once the last layer's keys and values are written.
+            logit_tokens: `[num_logits]` int64, the tokens that are of use once the last layer's keys and values are
+                written.
 
         Returns:
             What goes into the next; after the last layer `[num_logits, hidden]`.
