@@ -2,8 +2,8 @@
 // a layer and waking the threads for each would cost as much as half of the computing.
 //
 // Tokens go through the products in blocks, so that what lies between two products stays in the cache however long a
-// prompt's chunk is. Attention in between takes them all at once, so that every thread finds work also when rows are few
-// and long; in the last layer only those that are of use, since no keys and values depend on what comes then.
+// prompt's chunk is. Attention in between takes them all at once, so that every thread finds work also when rows are
+// few and long; in the last layer only those that are of use, since no keys and values depend on what comes then.
 
 #include <algorithm>
 #include <type_traits>
