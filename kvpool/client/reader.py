@@ -74,6 +74,7 @@ class PoolReader:
         self._slab: Sequence[Pages] | None = None
         self._changed = threading.Condition()
         self._jobs: list[_Job] = []
+        self._source: Sequence[Pages] = ()
         self._layers_done = 0
         self._turns_done = 0
         self._is_copying = self._is_cancelled = self._is_closed = False
@@ -112,9 +113,10 @@ class PoolReader:
 
     def start_load_kv(self, fetches: Sequence[PageFetch]) -> None:
         """See KvSource."""
-        slab = self._slab
+        slab = self._slab  # the node may go at any time, and another come: a step's blocks are of one slab
         with self._changed:
             self._jobs = [self._resolve(fetch, slab) for fetch in fetches]
+            self._source = slab or ()
             self._layers_done = 0
             self._is_cancelled, self._is_copying = False, True
             self._begun_s = self._clock.now_s()
@@ -195,10 +197,10 @@ class PoolReader:
                 self._changed.wait_for(lambda: self._is_copying or self._is_closed)
                 if not self._is_copying:
                     return
-                jobs, slab = self._jobs, self._slab
-            self._copy_all(jobs, slab or ())
+                jobs, slab = self._jobs, self._source
+            self._copy_all(jobs, slab)
             with self._changed:
-                self._is_copying = False
+                self._is_copying, self._source = False, ()
                 self._ended_s = self._clock.now_s()
                 self._changed.notify_all()
 

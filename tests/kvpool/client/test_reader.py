@@ -255,6 +255,17 @@ def test_a_node_that_is_gone_offers_nothing():
         assert isinstance(reader.finish_load_kv().failed[SEQ], LeaseExpiredError)
 
 
+def test_a_node_that_goes_before_anything_is_copied_fails_the_fetch():
+    world = ArenaWorld()
+    world.lease(SEQ, 3, 5)
+    with reading(world) as reader, reader._changed:  # the copying thread cannot begin meanwhile
+        reader.start_load_kv([fetch(SEQ, (3, 1), (5, 0))])
+        reader.disconnect()
+    outcome = reader.finish_load_kv()
+    assert outcome.num_blocks == 0
+    assert isinstance(outcome.failed[SEQ], LeaseExpiredError)
+
+
 def test_a_slab_of_other_layers_is_refused():
     world = ArenaWorld()
     with reading(world) as reader, pytest.raises(TransferError, match="layers: 3 here, 2"):
