@@ -220,9 +220,17 @@ async def _hung_up(attachment: Attachment) -> None:
 
 @contextlib.contextmanager
 def _unavailable() -> Iterator[None]:
+    task = asyncio.current_task()
+    assert task is not None
+    cancelled = task.cancelling()
     try:
         yield
     except grpc.aio.AioRpcError as error:
         raise PoolUnavailableError(
             f"the pool node gave no answer: {error.code().name} {error.details()}"
         ) from error
+    except asyncio.CancelledError as error:
+        # A channel that is closed, here as the node has gone, cancels its calls; who waits for one was not cancelled.
+        if task.cancelling() > cancelled:
+            raise
+        raise PoolUnavailableError("the pool node went before it answered") from error
