@@ -218,7 +218,8 @@ class WorkerServer:
     async def set_role(self, role: Role, timeout_s: float, *, by: str) -> int:
         """Changes what this worker advertises, once it has finished what the new role does not take.
 
-        Pages and prefix cache stay, and so does the incarnation. One change at a time.
+        Pages and prefix cache stay, and so does the incarnation. One change at a time. Cancelled, the worker is what it
+        was before.
 
         Args:
             role: The one to take.
@@ -235,17 +236,20 @@ class WorkerServer:
         async with self._changing_role:
             if self._draining:
                 raise DrainingError("this worker is leaving")
-            before = self._service.hello.role
+            after = self._service.hello.role
             self._service.narrow_role(role)
             self._tell(f"to be a {role.value} worker", by=by)
             try:
-                async with asyncio.timeout(timeout_s):
-                    await self.idle(outside=role)
-            except TimeoutError:
-                _log.warning("the role was not changed in time", role=role.value)
-            left = self._service.in_flight(outside=role)
-            self._service.take_role(before if left else role)
-            self._tell(f"a {self._service.hello.role.value} worker now", by=by)
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        await self.idle(outside=role)
+                except TimeoutError:
+                    _log.warning("the role was not changed in time", role=role.value)
+                left = self._service.in_flight(outside=role)
+                after = after if left else role
+            finally:  # also if whoever asked goes away: gRPC cancels this then
+                self._service.take_role(after)
+                self._tell(f"a {after.value} worker now", by=by)
             return left
 
     async def idle(self, *, outside: Role | None = None) -> None:

@@ -281,3 +281,29 @@ def test_a_role_whose_legs_it_can_never_take_is_refused():
     with pytest.raises(InvalidRequestError, match="cannot be a decode worker") as refused:
         worker(Role.PREFILL).narrow_role(Role.DECODE)
     assert refused.value.param == "role"
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.HYBRID])
+async def test_a_worker_stays_what_it_is_if_whoever_asked_goes_away(role: Role, tmp_path: Path):
+    async with two(tmp_path, role, Role.DECODE) as both:
+        asked, again = prompt(40), prompt(20, first=300)
+        xfer_id = await both.ask(1, asked, expect=False)
+        await both.to_p.until(lambda: bool(both.to_p.leg(1).first))
+        change = asyncio.create_task(set_role(both.p, Role.DECODE))
+        narrower = Role.DECODE if role is Role.HYBRID else role
+        await both.to_p.until(
+            lambda: both.to_p.load is not None
+            and (both.to_p.load.changing_role or roles_heard(both.to_p)[-1] is not role)
+        )
+        assert both.p.server.state().hello.role is narrower
+        change.cancel()
+        await asyncio.wait([change])
+        await both.to_p.until(
+            lambda: both.to_p.load is not None
+            and not both.to_p.load.changing_role
+            and roles_heard(both.to_p)[-1] is role
+        )
+        await both.ask(1, asked, submit=False, xfer_id=xfer_id)
+        assert await both.finished(1, 1) == oracle(both.p.runner, asked)
+        await both.ask(2, again)
+        assert await both.finished(2, 1) == oracle(both.p.runner, again)
