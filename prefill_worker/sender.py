@@ -25,7 +25,6 @@ from baton_worker.messages import (
 )
 from baton_worker.metrics import WorkerMetrics
 from baton_worker.ports import PromptStore
-from kv_transfer.backends.registry import offered
 from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush
 from kv_transfer.memory.page_hash import Hashes, Hashing
 from kv_transfer.messages import GrantRefused, ToPrefill
@@ -182,7 +181,7 @@ class PageSender:
             here=self._here,
             peer=action.peer,
             address=action.address,
-            senders=offered(self._senders, action.address),
+            senders=self._senders,
             listener=self,
             hashes=self._hashes,
             clock=self._clock,

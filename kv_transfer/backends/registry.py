@@ -4,8 +4,8 @@
 not offered to peers, and one that is costs nothing until a peer uses it.
 """
 
+import asyncio
 import importlib.util
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -129,11 +129,14 @@ def needed(
     return found[:1] if address.startswith("unix:") else found
 
 
-def offered(senders: Mapping[str, KvSender], address: str) -> Mapping[str, KvSender]:
-    """Those of the senders that can reach a peer whose Transfer service is at `address`."""
-    if address.startswith("unix:") or _is_this_host(address.rpartition(":")[0]):
+async def offered(senders: Mapping[str, KvSender], address: str) -> Mapping[str, KvSender]:
+    """Those of the senders that can reach a peer whose Transfer service is at `address`; a name is looked up for it."""
+    if address.startswith("unix:"):
         return senders
-    return {name: sender for name, sender in senders.items() if not BACKENDS[name].same_host}
+    anywhere = {name: sender for name, sender in senders.items() if not BACKENDS[name].same_host}
+    if len(anywhere) == len(senders) or not await _is_this_host(address.rpartition(":")[0]):
+        return anywhere
+    return senders
 
 
 def open_receivers(
@@ -249,11 +252,13 @@ def _receiver(
             return ShmReceiver(region, path=address.removeprefix("unix:"), num_blocks=num_blocks)
 
 
-def _is_this_host(host: str) -> bool:
-    """Whether a name or address is one of this machine's own interfaces."""
+async def _is_this_host(host: str) -> bool:
+    """Whether a name or address is one of this machine's own interfaces. A name may take its resolver's time, seconds
+    where a name server is away: a thread waits for it.
+    """
     own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host.strip("[]"), None)}
+        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), None)
     except OSError:
         return False
-    return bool(found & own)
+    return any(entry[4][0] in own for entry in found)

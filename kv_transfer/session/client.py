@@ -22,6 +22,7 @@ from baton.rpc.reports import failure_from_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
+from kv_transfer.backends.registry import offered
 from kv_transfer.lease import WriteLease
 from kv_transfer.memory.page_hash import Hashing
 from kv_transfer.messages import Heartbeat, ToDecode, ToPrefill
@@ -79,7 +80,7 @@ class PeerSession:
             here: This worker.
             peer: The decode worker meant; another incarnation at the address is refused.
             address: Its Transfer service.
-            senders: Backends by name, preferred first.
+            senders: Backends by name, preferred first; those that cannot reach the peer are not offered to it.
             listener: Told of everything that happens.
             hashes: Of the local arena, by every rule that it can be hashed by.
             clock: Monotonic.
@@ -134,6 +135,8 @@ class PeerSession:
         # Workers hand off to workers, pool nodes to pool nodes.
         channel = open_channel(self._address, own, own.identity.role if own else PeerRole.WORKER)
         try:
+            async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
+                self._senders = await offered(self._senders, self._address)
             call: Call = pb_grpc.TransferStub(channel).Session()  # type: ignore[call-arg]
             await self._talk(call)
         except BatonError as fault:

@@ -113,7 +113,9 @@ class PoolReader:
 
     def start_load_kv(self, fetches: Sequence[PageFetch]) -> None:
         """See KvSource."""
-        slab = self._slab  # the node may go at any time, and another come: a step's blocks are of one slab
+        slab = (
+            self._slab
+        )  # the node may go at any time, and another come: a step's blocks are of one slab
         with self._changed:
             self._jobs = [self._resolve(fetch, slab) for fetch in fetches]
             self._source = slab or ()

@@ -20,7 +20,6 @@ from baton.ids import BlockId, WorkerIdentity, XferId
 from baton.pages import PageWrite
 from baton.rpc.mailbox import Mailbox
 from baton.telemetry.logs import get_logger
-from kv_transfer.backends.registry import offered
 from kv_transfer.ledger.outbox import (
     FirstTokensDrawn,
     FromDecode,
@@ -187,7 +186,7 @@ class PeerSender:
             here=self._here,
             peer=peer,
             address=address,
-            senders=offered(self._senders, address),
+            senders=self._senders,
             listener=self,
             hashes={},
             clock=self._clock,

@@ -292,16 +292,20 @@ async def test_a_worker_stays_what_it_is_if_whoever_asked_goes_away(role: Role, 
         change = asyncio.create_task(set_role(both.p, Role.DECODE))
         narrower = Role.DECODE if role is Role.HYBRID else role
         await both.to_p.until(
-            lambda: both.to_p.load is not None
-            and (both.to_p.load.changing_role or roles_heard(both.to_p)[-1] is not role)
+            lambda: (
+                both.to_p.load is not None
+                and (both.to_p.load.changing_role or roles_heard(both.to_p)[-1] is not role)
+            )
         )
         assert both.p.server.state().hello.role is narrower
         change.cancel()
         await asyncio.wait([change])
         await both.to_p.until(
-            lambda: both.to_p.load is not None
-            and not both.to_p.load.changing_role
-            and roles_heard(both.to_p)[-1] is role
+            lambda: (
+                both.to_p.load is not None
+                and not both.to_p.load.changing_role
+                and roles_heard(both.to_p)[-1] is role
+            )
         )
         await both.ask(1, asked, submit=False, xfer_id=xfer_id)
         assert await both.finished(1, 1) == oracle(both.p.runner, asked)
