@@ -7,9 +7,12 @@ import threading
 import pytest
 
 from kv_transfer.backends.registry import offered
+from kv_transfer.fakes.backend import FakeFabric, FakeSender
 from tests.waits import WAIT_S
 
-SENDERS = {"shm": object(), "nixl": object()}
+SENDERS = {
+    name: FakeSender(FakeFabric(), memoryview(b""), num_blocks=0) for name in ("shm", "nixl")
+}
 
 
 @pytest.mark.parametrize(
