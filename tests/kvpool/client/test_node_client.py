@@ -13,6 +13,7 @@ from baton.rpc.channel import bind, new_server
 from baton.rpc.hello import identity_to_proto
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
+from kv_transfer.memory.pages import Pages
 from kv_transfer.memory.shared_region import SharedRegion, serve_region
 from kvpool.client.node_client import GrpcPoolClient
 from kvpool.messages import Owner
@@ -65,7 +66,8 @@ class SilentNode(pool_pb2_grpc.PoolServicer):
 
 @asynccontextmanager
 async def attached(tmp_path: Path) -> AsyncIterator[tuple[SilentNode, GrpcPoolClient]]:
-    node, slabs = SilentNode(str(tmp_path / "slab.sock")), asyncio.Queue()
+    node = SilentNode(str(tmp_path / "slab.sock"))
+    slabs: asyncio.Queue[list[Pages] | None] = asyncio.Queue()
     server, address = new_server(), f"unix:{tmp_path}/node.sock"
     pool_pb2_grpc.add_PoolServicer_to_server(node, server)
     bind(server, address)
