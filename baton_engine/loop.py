@@ -462,14 +462,16 @@ def _execute_alone(runner: StepRunner, plan: StepPlan) -> StepResult:
 def _only(plan: StepPlan, row: Row) -> StepPlan:
     """The part of `plan` that concerns one row.
 
-    Repeating a copy does no harm: the one slot of its source that this step may have written is the slot that the
-    copy's owner writes itself.
+    A page is copied again for the first row of its sequence only: what that writes must stay there for the guessed
+    tokens behind it. That the step may have written to the source does no harm: the slots that it may have written are
+    behind the text of the copy's owner, who writes them before they are read.
     """
     seq = row.seq
+    copied = () if row.draft else plan.copies
     return replace(
         plan,
         rows=(row,),
-        copies=tuple(copy for copy in plan.copies if copy[1] in seq.blocks),
+        copies=tuple(copy for copy in copied if copy[1] in seq.blocks),
         exports=tuple(export for export in plan.exports if export.seq_id == seq.seq_id),
         fetches=tuple(fetch for fetch in plan.fetches if fetch.blocks[0] in seq.blocks),
     )

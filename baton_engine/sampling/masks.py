@@ -63,7 +63,8 @@ def late_masks(rows: Sequence[Row], are_scores_there: Callable[[], bool]) -> fro
     ]
     for place in late:
         finding[place].begin(late=True)
-    return frozenset(late)
+    # One that was found meanwhile tells nobody, and can be drawn by.
+    return frozenset(place for place in late if finding[place].finding())
 
 
 def collect_masks(

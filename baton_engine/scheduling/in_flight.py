@@ -103,6 +103,8 @@ def plan_ahead(
         queues: What runs, and what waits for another sequence to end.
         cache: Gives the pages.
     """
+    if any(map(_is_void, current.plan.rows, current.sequences)):
+        return None
     places = [place for place, sequence in enumerate(current.sequences) if _goes_on(sequence)]
     sequences = [current.sequences[place] for place in places]
     if not sequences or _needs_outcome(current, sequences, queues):
@@ -116,6 +118,13 @@ def plan_ahead(
         sequences=sequences,
         pinned=tuple(row.seq.blocks[row.start // size] for row in rows),
     )
+
+
+def _is_void(row: Row, sequence: Sequence) -> bool:
+    """Whether a row was planned ahead behind one in which nothing was drawn. What follows it would be void too, and so
+    on: it has to be planned anew.
+    """
+    return sequence.state is State.RUNNING and row.start != sequence.num_computed
 
 
 def _goes_on(sequence: Sequence) -> bool:

@@ -113,8 +113,9 @@ class StepPlanner:
 
     def draft(self) -> "tuple[StepDraft, list[SeqEvent]]":
         """The next step, and the events to emit before it runs; it has no sequences if nothing can run."""
-        copies = self._append_slots()
-        running = [sequence for sequence in self._queues.running if not sequence.awaits_mask]
+        awake = [sequence for sequence in self._queues.running if not sequence.awaits_mask]
+        copies = self._append_slots(awake)
+        running = [sequence for sequence in awake if sequence.state is State.RUNNING]
         drafts = self._drafts(running)
         draft = StepDraft(
             self._limits.max_num_batched_tokens,
@@ -126,8 +127,9 @@ class StepPlanner:
         events = self._add_chunks(draft)
         return draft, events + self.admission.admit(draft)
 
-    def _append_slots(self) -> list[Copy]:
-        """Gives every running sequence a place for the token it computes next, in preemption order, or preempts it.
+    def _append_slots(self, running: SequenceOf[Sequence]) -> list[Copy]:
+        """Gives each of these a place for the token it computes next, in preemption order, or preempts it. One that sits
+        out gets none: its page would be copied for nothing if the step has no rows, and not again.
 
         Samples of one prompt stand next to each other in this order, and the last of them to write needs no copy. So a
         page that is copied from stays in use, and no page is written in this step before it is copied. A sequence that
@@ -138,7 +140,7 @@ class StepPlanner:
             Pages to copy before anything is computed.
         """
         copies: list[Copy] = []
-        needy = filter(self._cache.needs_slot, self._queues.running)
+        needy = filter(self._cache.needs_slot, running)
         for sequence in sorted(needy, key=self._preemption_order):
             while sequence.state is State.RUNNING and not self._cache.append_slot(sequence, copies):
                 self._preempt_last(copies, for_=sequence)

@@ -101,6 +101,8 @@ class Reading:
         self._looks_left = None
         texts = [self._world.undisturbed(self._asked, sample) for sample in self._asked.samples]
         assert any(text[: len(self._read)] == self._read for text in texts)
+        if sum(self._read) % 8 == 1:
+            self.begin(late=True)  # known to take long: the next step goes without
 
     def fork(self) -> "Reading":
         assert not self.finding()

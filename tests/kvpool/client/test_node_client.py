@@ -66,7 +66,7 @@ class SilentNode(pool_pb2_grpc.PoolServicer):
 
 @asynccontextmanager
 async def attached(tmp_path: Path) -> AsyncIterator[tuple[SilentNode, GrpcPoolClient]]:
-    node = SilentNode(str(tmp_path / "slab.sock"))
+    node = SilentNode(str(tmp_path / "slab.sock"))  # type: ignore[abstract]  # nothing else is asked
     slabs: asyncio.Queue[list[Pages] | None] = asyncio.Queue()
     server, address = new_server(), f"unix:{tmp_path}/node.sock"
     pool_pb2_grpc.add_PoolServicer_to_server(node, server)
