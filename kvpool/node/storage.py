@@ -8,6 +8,7 @@ says.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from baton.clock import Clock
@@ -60,20 +61,26 @@ class NodeStorage:
     Raises:
         ConfigError: Not one block fits the memory.
         OutOfMemoryError: The machine has not got the memory.
+        OSError: The slab's socket cannot be bound. Whatever is raised, the disk is free for the next try.
     """
 
     def __init__(self, config: StorageConfig, slot_bytes: int, clock: Clock) -> None:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._moved = asyncio.Event()
-        disk = _open_disk(config.open_disk, slot_bytes)
-        self.slab = Slab(
-            memory_bytes=config.memory_bytes, slot_bytes=slot_bytes, path=config.region_path
-        )
-        limits = _limits(config.pool, self.slab, 0 if disk is None else disk.num_extents)
-        found = () if disk is None else disk.recover()
-        self.ledger = NodeLedger(limits, f"{config.identity.incarnation:x}", found)
-        self._mover = None if disk is None else TierMover(disk, self.slab, self._on_moved)
+        with ExitStack() as undo:
+            self.slab = Slab(
+                memory_bytes=config.memory_bytes, slot_bytes=slot_bytes, path=config.region_path
+            )
+            undo.callback(self.slab.close)
+            disk = _open_disk(config.open_disk, slot_bytes)
+            if disk is not None:
+                undo.callback(disk.close)
+            limits = _limits(config.pool, self.slab, 0 if disk is None else disk.num_extents)
+            found = () if disk is None else disk.recover()
+            self.ledger = NodeLedger(limits, f"{config.identity.incarnation:x}", found)
+            self._mover = None if disk is None else TierMover(disk, self.slab, self._on_moved)
+            undo.pop_all()
 
     def carry_out(self) -> None:
         """Has the disk do what the ledger wants done."""
