@@ -12,7 +12,8 @@ and for how long:
     put      slots RESERVED until commit or abandon; too late, it is a *zombie*: its writer may be dead, or stopped and about to
              go on. Its blocks are forgotten at once, its slots are QUARANTINED until the writer says that it has
              stopped, is known to be gone, or as much time again has passed. What another node writes has no time of its
-             own: the fetcher knows when that node has stopped (`kvpool.peers.receiver`), and ends the put then.
+             own: the fetcher knows when that node has stopped (`kvpool.peers.receiver`), and ends the put then; where it
+             gives up before, the put is a zombie until then.
     lease    slots in use until it is released, or its time is over
     move     between memory and disk: both slots in use until the shell has answered, whatever happens to the block meanwhile
 
@@ -92,7 +93,7 @@ class NodeLimits:
 class _Put:
     """Slots to be written, in the order of the grant; a flush takes some away: those are quarantined.
 
-    `deadline_s` is when it becomes a zombie; of a zombie, when its slots are free.
+    `deadline_s` is when it becomes a zombie; of a zombie, when its slots are free. What another node writes has none.
     """
 
     put_id: str
@@ -203,7 +204,7 @@ class NodeLedger:
             size_bytes: Of each; a whole slot where it is not given.
             writer: The worker that will write; its puts end with it (`worker_gone`).
             fetched: Another node will write. Such a put is never too late: the caller commits or abandons it, but not
-                before that node has stopped writing.
+                before that node has stopped writing (see `forget`).
 
         Returns:
             The slots, none of them where everything is held already; or why nothing is taken.
@@ -271,6 +272,14 @@ class NodeLedger:
         if put is not None:
             self._story.record(f"abandoned by {put_id}", put.slots)
             self._stop_writing(put.slots)
+
+    def forget(self, put_id: str) -> None:
+        """What another node writes is not wanted any more, and it may go on: the put is a zombie until it is abandoned.
+        Its blocks may come by another way meanwhile.
+        """
+        put = self._fetched_puts.get(put_id)
+        if put is not None and not put.zombie:
+            self._make_zombie(put)
 
     def _split(
         self, keys: Sequence[BlockKey], first: int
@@ -366,16 +375,20 @@ class NodeLedger:
         self._story.now_s = now_s
         while self._open_puts and (put := _first(self._open_puts)).deadline_s <= now_s:
             del self._open_puts[put.put_id]
-            put.zombie, put.deadline_s = True, now_s + self._limits.put_timeout_s
+            put.deadline_s = now_s + self._limits.put_timeout_s
             self._zombies[put.put_id] = put
-            self.counts.zombie_puts += 1
-            self._story.record(f"forgotten, {put.put_id} is too late", put.slots)
-            for slot in put.slots:
-                if slot.state is _RESERVED:
-                    self._blocks.give_up(slot)
+            self._make_zombie(put)
         while self._zombies and (put := _first(self._zombies)).deadline_s <= now_s:
             del self._zombies[put.put_id]
             self._stop_writing(put.slots)
+
+    def _make_zombie(self, put: _Put) -> None:
+        put.zombie = True
+        self.counts.zombie_puts += 1
+        self._story.record(f"forgotten, {put.put_id} is too late", put.slots)
+        for slot in put.slots:
+            if slot.state is _RESERVED:
+                self._blocks.give_up(slot)
 
     def lease(
         self,

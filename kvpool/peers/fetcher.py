@@ -5,6 +5,9 @@
 
 A lease waits as long as its reader said and takes what has come by then; the rest comes all the same, for the next
 reader. Nothing here raises: a pool of several hosts is only ever quicker.
+
+A holder that stands still may write for as long as it has access. A fetch does not wait for that: it ends, and the part
+is *overdue*, its blocks forgotten and its slots out of use, until the holder has stopped.
 """
 
 import asyncio
@@ -13,7 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.clock import Clock
-from baton.errors import BatonError, CorruptKvError, PoolUnavailableError, TransferError
+from baton.errors import (
+    BatonError,
+    CorruptKvError,
+    DeadlineError,
+    PoolUnavailableError,
+    TransferError,
+)
 from baton.ids import BlockId, BlockKey, XferId
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.telemetry.logs import get_logger
@@ -25,7 +34,7 @@ from kvpool.messages import Owner, PutGrant
 from kvpool.node.storage import NodeStorage
 from kvpool.peers.peer_table import PeerTable
 from kvpool.peers.placement import Source
-from kvpool.peers.receiver import PeerReceiver
+from kvpool.peers.receiver import Landed, PeerReceiver
 
 _MAX_FETCHES = 8
 
@@ -66,6 +75,7 @@ class PartFetcher:
         inbound: Receives them.
         neighbours: The other nodes.
         timeout_s: For one part.
+        max_overdue_blocks: So many slots may be those of overdue parts; a fetch whose part would be one more waits.
         clock: Monotonic.
     """
 
@@ -78,6 +88,7 @@ class PartFetcher:
         neighbours: PeerTable,
         *,
         timeout_s: float,
+        max_overdue_blocks: int,
         clock: Clock,
     ) -> None:
         self._here = here
@@ -86,6 +97,8 @@ class PartFetcher:
         self._inbound = inbound
         self._neighbours = neighbours
         self._timeout_s = timeout_s
+        self._max_overdue_blocks = max_overdue_blocks
+        self._overdue_blocks = 0
         self._clock = clock
         self._numbers = itertools.count(1)
 
@@ -115,10 +128,13 @@ class PartFetcher:
     async def _fill_and_end(
         self, put_id: str, part: _Part, source: Source
     ) -> IncomingBlocks | None:
-        """Whatever happens, the put is over afterwards, and nothing writes to its slots. None: nothing has come."""
+        """The put is over afterwards, and nothing writes to its slots; or the part is overdue. None: nothing has come."""
         ledger, coming, sums = self._store.ledger, None, list[bytes]()
+        permit = self._permit(source, len(part.keys))
+        grant = Grant(held_blocks=0, blocks=tuple(map(BlockId, part.slots)))
+        landed = self._inbound.expect(permit, grant, self._timeout_s)
         try:
-            coming = await self._transfer(part, source)
+            coming = await self._transfer(part, permit, landed, source)
             if coming is not None:
                 sums = await self._verified(part, coming)
                 if not all(sums):
@@ -127,6 +143,9 @@ class PartFetcher:
             _log.info(
                 "blocks were not fetched", source=str(source.state.node), reason=error.message
             )
+        if not landed.done():
+            await self._leave_overdue(put_id, part, source, landed)
+            return None
         if coming is None or not any(sums):
             ledger.abandon(put_id)
             return None
@@ -136,31 +155,56 @@ class PartFetcher:
         self._store.carry_out()
         return coming if all(sums) else None
 
-    async def _transfer(self, part: _Part, source: Source) -> IncomingBlocks | None:
-        """Has the holder write the blocks. Nothing writes any more when this returns, or raises; None:
-        it has less of them.
+    async def _transfer(
+        self, part: _Part, permit: Permit, landed: Landed, source: Source
+    ) -> IncomingBlocks | None:
+        """Has the holder write the blocks. None: it has less of them.
+
+        Raises:
+            BatonError: They have not come. Unless `landed` is done, the holder may still write.
         """
-        permit = self._permit(source, len(part.keys))
-        grant = Grant(held_blocks=0, blocks=tuple(map(BlockId, part.slots)))
-        landed = self._inbound.expect(permit, grant, self._timeout_s)
         try:
             coming = await self._ask(part, permit, source)
         except BatonError as error:
             self._failed(source)
             self._inbound.withdraw(permit.xfer_id, error)
-            await landed
             raise
         if coming is None:
             self._inbound.withdraw(permit.xfer_id, TransferError("the holder has less"))
         in_time, _ = await asyncio.wait({landed}, timeout=self._timeout_s)
         if not in_time:
             self._failed(source)
-        fault = await landed
+            late = DeadlineError("the blocks did not come in time")
+            self._inbound.withdraw(permit.xfer_id, late)
+            raise late
+        fault = landed.result()
         if coming is not None and fault is not None:
-            if in_time:
-                self._failed(source)
+            self._failed(source)
             raise fault
         return coming
+
+    async def _leave_overdue(
+        self, put_id: str, part: _Part, source: Source, landed: Landed
+    ) -> None:
+        """Forgets the blocks; their slots are free once the holder has stopped, which may take any time. Waits for that
+        only where too many slots are overdue already.
+        """
+        ledger, links, node = self._store.ledger, self._neighbours.links, source.state.node
+        num_blocks = len(part.slots)
+        has_room = self._overdue_blocks + num_blocks <= self._max_overdue_blocks
+        overdue_blocks = num_blocks if has_room else 0
+
+        def stopped(_: Landed) -> None:
+            self._overdue_blocks -= overdue_blocks
+            links.stopped(node)
+            ledger.abandon(put_id)
+
+        self._overdue_blocks += overdue_blocks
+        links.overdue(node)
+        ledger.forget(put_id)
+        landed.add_done_callback(stopped)
+        if not has_room:
+            await asyncio.wait({landed})
 
     def _failed(self, source: Source) -> None:
         """A holder is left alone as soon as it is known to have failed:
@@ -244,7 +288,7 @@ class Fetcher:
 
     @property
     def in_flight(self) -> int:
-        """Texts that are being fetched."""
+        """Texts that are being fetched; those whose part is overdue are not."""
         return len(self._tasks)
 
     async def bring(self, keys: Sequence[BlockKey], held: int, wait_s: float) -> None:

@@ -121,11 +121,12 @@ class _Link:
     used: bool = False
     failures: int = 0
     until_s: float = 0.0
+    overdue: int = 0
 
 
 class PeerLinks:
     """Rates and failures of the links to all other nodes. Pure. A node that failed is left alone for a second,
-    then two, up to a minute.
+    then two, up to a minute; one that may still write what is not waited for any more, for as long as it may.
     """
 
     def __init__(self) -> None:
@@ -149,10 +150,18 @@ class PeerLinks:
         link.failures += 1
         link.until_s = now_s + _RESTS.wait_s(link.failures)
 
+    def overdue(self, node: WorkerIdentity) -> None:
+        """A transfer is not waited for any more, but the node may still write."""
+        self._links.setdefault(node, _Link()).overdue += 1
+
+    def stopped(self, node: WorkerIdentity) -> None:
+        """It writes no more of a transfer that was overdue."""
+        self._links[node].overdue -= 1
+
     def usable(self, node: WorkerIdentity, now_s: float) -> bool:
         """Whether to ask it now."""
         link = self._links.get(node)
-        return link is None or link.until_s <= now_s
+        return link is None or (link.until_s <= now_s and not link.overdue)
 
     def rate(self, node: WorkerIdentity) -> float:
         """Bytes per second, asking included."""
@@ -162,5 +171,9 @@ class PeerLinks:
         return max(1.0, link.num_bytes / link.seconds)
 
     def keep(self, nodes: Collection[WorkerIdentity]) -> None:
-        """Forgets all but these: the others are gone for good, or start anew under another incarnation."""
-        self._links = {node: link for node, link in self._links.items() if node in nodes}
+        """Forgets all but these, and those that may still write: the others are gone for good,
+        or start anew under another incarnation.
+        """
+        self._links = {
+            node: link for node, link in self._links.items() if node in nodes or link.overdue
+        }

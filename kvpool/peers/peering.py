@@ -36,6 +36,9 @@ from kvpool.peers.sender import PeerSender
 from kvpool.peers.server import PeerRequestHandler, PeerServer
 from kvpool.ports import Directory
 
+_OVERDUE_SHARE = 4
+"""What is under way takes at most half of a slab, so a quarter is left to the node whatever others do."""
+
 _log = get_logger(__name__)
 
 
@@ -135,6 +138,7 @@ class Peering:
             self._inbound,
             self._neighbours,
             timeout_s=pool.fetch_timeout_s,
+            max_overdue_blocks=slab.num_slots // _OVERDUE_SHARE,
             clock=clock,
         )
         self._fetcher = Fetcher(

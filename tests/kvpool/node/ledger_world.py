@@ -129,6 +129,11 @@ class World:
         self.ledger.abandon(put_id)
         self.run()
 
+    def forget(self, put_id: str):
+        """Another node's writes are not waited for any more, and go on."""
+        self.ledger.forget(put_id)
+        self.run()
+
     def lease(
         self, text: str, lease_s: float = 30.0, *, by: str = "r", more: bool = False
     ) -> BlockLease:

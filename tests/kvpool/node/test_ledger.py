@@ -350,6 +350,19 @@ def test_what_another_node_writes_has_no_time_of_its_own():
     node.empty()
 
 
+def test_what_another_node_writes_too_late_may_be_put_by_others_while_it_writes():
+    node = world()
+    late = node.reserve("abc", fetched=True)
+    node.forget(late.put_id)
+    assert node.put("abc") == 3
+    node.sweep(1000.0)
+    assert node.ledger.usage().slots_free == 2
+    assert node.commit(late.put_id) == 0
+    assert node.ledger.usage().slots_free == 5
+    assert node.ledger.held(chain("abc")) == 3
+    node.empty()
+
+
 def test_the_size_of_a_block_may_be_learned_late():
     node = world()
     put = node.reserve("a", fetched=True)

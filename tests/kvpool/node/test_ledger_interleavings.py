@@ -80,6 +80,11 @@ class Interleavings(RuleBasedStateMachine):
         if self.world.writers:
             self.world.abandon(data.draw(st.sampled_from(sorted(self.world.writers))))
 
+    @rule(data=st.data())
+    def forget(self, data):
+        if self.world.writers:
+            self.world.forget(data.draw(st.sampled_from(sorted(self.world.writers))))
+
     @rule(text=TEXTS, lease_s=st.sampled_from([5.0, 60.0]), by=WORKERS)
     def lease(self, text, lease_s, by):
         self.world.lease(text, lease_s, by=by)

@@ -1,4 +1,6 @@
-"""A part of a text that does not come: what is believed of its holder, and what stays out of use meanwhile."""
+"""A part of a text that does not come: what is believed of its holder, what stays out of use meanwhile,
+and that other fetches go on.
+"""
 
 import asyncio
 from types import SimpleNamespace
@@ -6,30 +8,38 @@ from typing import Any, cast
 
 from baton.clock import ManualClock
 from baton.errors import BatonError, PoolUnavailableError, TransferError
-from baton.ids import WorkerIdentity, XferId
+from baton.ids import BlockKey, WorkerIdentity, XferId
 from baton.rpc.v1 import pool_pb2 as pb
 from kv_transfer.session.handshake import SessionEndpoint
 from kv_transfer.ticket import TicketOffice
-from kvpool.messages import NodeState
+from kvpool.messages import NodeState, Owner, PutGrant
 from kvpool.node.ledger import NodeLedger, NodeLimits
 from kvpool.node.slab import slab_layout
-from kvpool.peers.fetcher import PartFetcher
+from kvpool.peers.fetcher import Fetcher, PartFetcher
 from kvpool.peers.peer_table import PeerLinks
 from kvpool.peers.placement import Source
 from tests.kvpool.nodes_world import identity, keys
+from tests.waits import WAIT_S, soon
 
 SLOT_BYTES = 16
 HOLDER = Source(state=NodeState(node=identity("holder"), address="unix:/there"), num_blocks=2)
+OTHER = Source(state=NodeState(node=identity("other"), address="unix:/elsewhere"), num_blocks=2)
 
 
 class Standing:
     """Transfers that are not over until a test says so."""
 
     def __init__(self) -> None:
-        self.landed: asyncio.Future[BatonError | None] = asyncio.get_running_loop().create_future()
+        self.all: list[asyncio.Future[BatonError | None]] = []
+
+    @property
+    def landed(self) -> "asyncio.Future[BatonError | None]":
+        """The first one."""
+        return self.all[0]
 
     def expect(self, *_: object) -> "asyncio.Future[BatonError | None]":
-        return self.landed
+        self.all.append(asyncio.get_running_loop().create_future())
+        return self.all[-1]
 
     def withdraw(self, xfer_id: XferId, error: BatonError) -> None:
         del xfer_id, error
@@ -46,11 +56,20 @@ class WatchedLinks(PeerLinks):
 
 
 class World:
-    def __init__(self, answer: pb.PeerReply | None, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        answer: pb.PeerReply | None,
+        timeout_s: float = 30.0,
+        *,
+        num_slots: int = 4,
+        max_overdue_blocks: int = 2,
+    ) -> None:
         self.inbound, self.links, self.clock = Standing(), WatchedLinks(), ManualClock()
-        self.ledger = NodeLedger(NodeLimits(num_slots=4, slot_bytes=SLOT_BYTES), "n")
+        self.ledger = NodeLedger(NodeLimits(num_slots=num_slots, slot_bytes=SLOT_BYTES), "n")
+        self.asked = asyncio.Queue[WorkerIdentity]()
 
-        async def ask(*_: object) -> pb.PeerReply:
+        async def ask(node: NodeState, *_: object) -> pb.PeerReply:
+            self.asked.put_nowait(node.node)
             if answer is None:
                 raise PoolUnavailableError("it stands still")
             return answer
@@ -60,7 +79,7 @@ class World:
             carry_out=lambda: None,
             slab=SimpleNamespace(slot_bytes=SLOT_BYTES),
         )
-        neighbours: Any = SimpleNamespace(links=self.links, ask=ask)
+        self.neighbours = cast("Any", SimpleNamespace(links=self.links, ask=ask))
         self.parts = PartFetcher(
             SessionEndpoint(
                 identity=identity("here"),
@@ -70,22 +89,27 @@ class World:
             "unix:/here",
             store,
             cast("Any", self.inbound),
-            neighbours,
+            self.neighbours,
             timeout_s=timeout_s,
+            max_overdue_blocks=max_overdue_blocks,
             clock=self.clock,
         )
 
-    @property
     def asked_again(self) -> bool:
         return self.links.usable(HOLDER.state.node, self.clock.now_s())
 
-    def bring(self) -> "asyncio.Task[bool]":
-        return asyncio.create_task(self.parts.bring(keys(1, 2), 0, HOLDER))
+    def bring(self, *numbers: int) -> "asyncio.Task[bool]":
+        return asyncio.create_task(self.parts.bring(keys(*(numbers or (1, 2))), 0, HOLDER))
+
+    async def stopped(self, at: int = 0) -> None:
+        """The holder writes no more of that transfer, and everybody knows."""
+        self.inbound.all[at].set_result(TransferError("it was killed"))
+        await asyncio.wait({self.inbound.all[at]})
 
     async def left_alone(self) -> None:
         async with asyncio.timeout(30):
             await self.links.blamed.wait()
-        assert not self.asked_again
+        assert not self.asked_again()
 
 
 def coming() -> pb.PeerReply:
@@ -101,31 +125,91 @@ async def test_a_holder_that_gives_no_answer_is_left_alone_before_its_slots_are_
     world = World(answer=None)
     bringing = world.bring()
     await world.left_alone()
-    assert not bringing.done()
+    assert not await soon(bringing)
     assert world.ledger.usage().slots_free == 2
-    world.inbound.landed.set_result(None)
-    assert not await bringing
+    await world.stopped()
     assert world.ledger.usage().slots_free == 4
 
 
-async def test_a_holder_whose_blocks_do_not_come_in_time_is_left_alone_meanwhile() -> None:
+async def test_a_holder_whose_blocks_do_not_come_in_time_is_left_alone_until_it_has_stopped() -> (
+    None
+):
     world = World(answer=coming(), timeout_s=0.01)
     bringing = world.bring()
     await world.left_alone()
-    assert not bringing.done()
+    assert not await soon(bringing)
+    world.clock.advance(1000.0)
+    assert not world.asked_again()
     assert world.ledger.usage().slots_free == 2
-    world.inbound.landed.set_result(TransferError("it was killed"))
-    assert not await bringing
+    await world.stopped()
+    assert world.asked_again()
     assert world.ledger.usage().slots_free == 4
+    world.ledger.check_integrity()
+
+
+async def test_blocks_that_do_not_come_in_time_may_be_put_before_their_holder_has_stopped() -> None:
+    world = World(answer=coming(), timeout_s=0.01)
+    assert not await soon(world.bring(1, 2))
+    put = world.ledger.reserve(keys(1, 2), Owner(tenant="anna", scope="", model=""), 0.0)
+    assert isinstance(put, PutGrant)
+    assert world.ledger.commit(put.put_id, [bytes(8)] * 2, 0.0) == 2
+    await world.stopped()
+    assert world.ledger.held(keys(1, 2)) == 2
+    world.ledger.check_integrity()
+
+
+async def test_a_part_that_too_many_overdue_slots_leave_no_room_for_is_waited_for() -> None:
+    world = World(answer=coming(), timeout_s=0.01, max_overdue_blocks=3)
+    assert not await soon(world.bring(1, 2))
+    world.links.blamed.clear()
+    waiting = world.bring(3, 4)
+    await soon(world.links.blamed.wait())
+    await world.stopped(at=0)
+    assert not waiting.done()
+    assert world.ledger.usage().slots_free == 2
+    await world.stopped(at=1)
+    assert not await soon(waiting)
+    assert world.ledger.usage().slots_free == 4
+    assert not await soon(world.bring(5, 6)), "there is room again"
+    await world.stopped(at=2)
+    world.ledger.check_integrity()
+
+
+async def test_a_holder_that_stands_still_keeps_no_fetch_from_others_waiting() -> None:
+    world = World(answer=coming(), timeout_s=0.01, num_slots=64, max_overdue_blocks=16)
+    texts = [keys(2 * number, 2 * number + 1) for number in range(1, 9)]
+    elsewhere = keys(100, 101)
+
+    async def source(of: list[BlockKey]) -> Source:
+        return OTHER if set(of) <= set(elsewhere) else HOLDER
+
+    world.neighbours.source = source
+    fetcher = Fetcher(
+        world.parts, world.neighbours, num_slots=64, slot_bytes=SLOT_BYTES, fetch_bytes=1 << 20
+    )
+    for text in texts:
+        assert fetcher.start(text, 0, soon_s=30.0) is not None
+    assert fetcher.start(elsewhere, 0, soon_s=30.0) is None, "eight are under way"
+    stood = [fetcher.bring(text, 0, WAIT_S) for text in texts]
+    await soon(asyncio.gather(*stood))
+    asked = {world.asked.get_nowait() for _ in texts}
+    assert asked == {HOLDER.state.node}
+    await fetcher.bring(elsewhere, 0, WAIT_S)
+    assert world.asked.get_nowait() == OTHER.state.node
+    for at in range(len(world.inbound.all)):
+        await world.stopped(at)
+    assert (world.ledger.usage().slots_free, world.ledger.usage().puts) == (64, 0)
+    await fetcher.close()
 
 
 async def test_one_fault_counts_once_against_a_holder() -> None:
     world = World(answer=coming())
     bringing = world.bring()
+    await soon(world.asked.get())
     world.inbound.landed.set_result(TransferError("it gave up"))
-    assert not await bringing
-    assert not world.asked_again
+    assert not await soon(bringing)
+    assert not world.asked_again()
     world.clock.advance(1.5)
-    assert world.asked_again, (
+    assert world.asked_again(), (
         "it rests for one second after the first fault, for two after the second"
     )

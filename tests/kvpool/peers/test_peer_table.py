@@ -46,3 +46,15 @@ def test_nodes_that_are_gone_are_forgotten() -> None:
         links.landed(NODE, 1000, 1.0)
     links.keep(())
     assert links.rate(NODE) == ASSUMED_BYTES_PER_S
+
+
+def test_a_node_that_may_still_write_is_left_alone_and_not_forgotten_until_it_has_stopped() -> None:
+    links = PeerLinks()
+    for _ in range(2):
+        links.failed(NODE, 0.0)
+        links.overdue(NODE)
+    links.keep(())
+    links.stopped(NODE)
+    assert not links.usable(NODE, 1000.0)
+    links.stopped(NODE)
+    assert links.usable(NODE, 1000.0)

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,36 @@ async def test_a_holder_that_stands_still_keeps_its_slots_until_it_is_dead(
             holder.kill()
             await soon(holder.wait())
             assert await asked == 0
+        await empty(there, held=1)
+
+
+async def test_a_holder_that_stands_still_keeps_no_blocks_of_other_holders_away(
+    redis: str, tmp_path: Path
+) -> None:
+    stalled, numbers = tmp_path / "stalled", range(11, 19)
+    quick = TransferConfig(lease_s=0.5, quiesce_timeout_s=0.2)
+    first = Node("pool-0", tmp_path, pool_config(redis))
+    second = Node("pool-1", tmp_path, pool_config(redis, fetch_timeout_s=1.0), transfer=quick)
+    third = Node("pool-2", tmp_path, pool_config(redis))
+    async with (
+        second.started() as there,
+        third.started() as elsewhere,
+        first.process(stall_at=str(stalled)) as holder,
+    ):
+        async with first.attached() as here:
+            for number in numbers:
+                await here.put(number)
+            await here.found(*numbers)
+            await elsewhere.put(1)
+            await elsewhere.found(1)
+            asked = [asyncio.create_task(there.has(number)) for number in numbers]
+            await until(stalled.exists)
+            os.kill(holder.pid, signal.SIGSTOP)
+            assert await soon(asyncio.gather(*asked)) == [0] * len(numbers)
+            await until(partial(there.has, 1))
+            assert (await there.usage()).puts > 0, "it may still write"
+            holder.kill()
+            await soon(holder.wait())
         await empty(there, held=1)
 
 
