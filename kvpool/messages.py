@@ -399,7 +399,8 @@ class Promote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Erase:
-    """An extent holds nothing any more, also after a restart. Not answered; comes before any other use of the extent.
+    """An extent holds nothing any more, also after a restart, unless its next use has begun. Not answered; nothing is
+    moved there when the ledger says it, and the next use has another epoch.
 
     Attributes:
         extent: Index of the extent.

@@ -14,6 +14,7 @@ from kvpool.messages import (
     BlockLease,
     DirectoryChanges,
     DiskBlock,
+    Erase,
     NodeState,
     Owner,
     PutGrant,
@@ -208,7 +209,15 @@ class ExtentStore(Protocol):
         """
 
     def erase(self, extent: int, epoch: int) -> None:
-        """The extent holds nothing any more, also after a restart."""
+        """The extent holds nothing any more, also after a restart, if it held a block of that epoch. From any thread."""
+
+    def forget(self, erased: Sequence[Erase]) -> None:
+        """The same for many extents, also for those that are being written to with that epoch. Returns once that is so
+        whatever happens to process and power.
+
+        Raises:
+            OSError: That is not certain.
+        """
 
     def recover(self) -> list[DiskBlock]:
         """What the disk held when it was opened."""

@@ -35,6 +35,7 @@ from kvpool.messages import (
     BlockLease,
     DirectoryChanges,
     DiskBlock,
+    Erase,
     HeldBlock,
     NodeAction,
     NodeUsage,
@@ -87,6 +88,20 @@ class NodeLimits:
     put_timeout_s: float = 10.0
     idle_s: float = 600.0
     usual: Allowance = field(default_factory=Allowance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushedBlocks:
+    """What a flush has given up.
+
+    Attributes:
+        num_held: Blocks that were held, in whichever tier.
+        erased: Of each that was on the disk or on its way there, and of all whose extents wait for the end of a move:
+            the ledger has actions for those only then.
+    """
+
+    num_held: int
+    erased: tuple[Erase, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -538,18 +553,22 @@ class NodeLedger:
         self.counts.corrupt_blocks += len(dropped)
         return len(dropped)
 
-    def flush(self, selection: Selection) -> int:
-        """Gives up all blocks that `selection` covers, pinned ones and those being put too. Returns how many were held.
+    def flush(self, selection: Selection) -> FlushedBlocks:
+        """Gives up all blocks that `selection` covers, pinned ones and those being put too.
 
         Readers of one may finish; its slot is free after that.
         """
-        covered = self._accounts.covered(selection)
-        num_held = 0
-        for tier in (self._blocks.memory, self._blocks.disk):
+        covered, disk = self._accounts.covered(selection), self._blocks.disk
+        num_held, extents = 0, [slot for slot in disk.slots() if slot.state is _S.CONDEMNED]
+        for tier in (self._blocks.memory, disk):
             for slot in [slot for slot in tier.named.values() if slot.billing in covered]:
                 num_held += self._blocks.readable(slot.key) is not None
+                extent = disk.named.get(slot.key)
+                if extent is not None:
+                    extents.append(extent)
                 self._drop_from_tiers(slot.key, "flushed")
-        return num_held
+        erased = [Erase(extent=slot.index, epoch=slot.epoch, key=slot.key) for slot in extents]
+        return FlushedBlocks(num_held=num_held, erased=tuple(erased))
 
     def pin(self, keys: Iterable[BlockKey]) -> int:
         """Has those of the blocks that are held stay until they are unpinned or flushed. Returns how many these are."""

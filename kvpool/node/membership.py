@@ -11,7 +11,7 @@ from baton.clock import Clock
 from baton.errors import PoolUnavailableError
 from baton.telemetry.logs import get_logger
 from kvpool.messages import DirectoryChanges, NodeState, Selection, Stored
-from kvpool.node.ledger import NodeLedger
+from kvpool.node.ledger import FlushedBlocks, NodeLedger
 from kvpool.node.quotas import QuotaShares
 from kvpool.ports import Directory
 
@@ -29,7 +29,7 @@ class LedgerView(Protocol):
     def stored(self) -> Iterable[Stored]:
         """Everything that is held."""
 
-    def flush(self, selection: Selection) -> int:
+    def flush(self, selection: Selection) -> FlushedBlocks:
         """Gives up what a flush covers."""
 
 

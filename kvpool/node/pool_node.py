@@ -12,7 +12,7 @@ from functools import partial
 from baton.blocks import BlockChanges
 from baton.clock import Clock
 from baton.config.schema import PoolConfig
-from baton.errors import IncompatibleError
+from baton.errors import IncompatibleError, UnavailableError
 from baton.ids import BlockKey, WorkerIdentity
 from baton.layout import KvLayout
 from baton.story import StoryEntry
@@ -210,11 +210,21 @@ class PoolNode:
             self._store.carry_out()
 
     async def flush(self, selection: Selection) -> int:
-        """Gives up what `selection` covers, here at once and on other nodes with their next renewal."""
+        """Gives up what `selection` covers, here at once and on other nodes with their next renewal. Returns how many
+        blocks were held here, once none of them can come back from the disk.
+
+        Raises:
+            UnavailableError: The disk has not recorded it: a restart may bring blocks back.
+        """
         if self._store is None or self._member is None:
             return 0
         await self._member.flush(selection)
-        return self._store.ledger.flush(selection)
+        try:
+            return await self._store.flush(selection)
+        except OSError as error:
+            raise UnavailableError(
+                f"the blocks are flushed until the node starts again: its disk fails ({error})"
+            ) from error
 
     def sweep(self) -> None:
         """Ends what is over; several times per second."""

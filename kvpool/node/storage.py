@@ -2,11 +2,11 @@
 a disk below it.
 
 The ledger decides, the slab holds the bytes, one thread copies them to the disk and back in the order that the ledger
-says.
+says, another one has the disk forget.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from baton.config.schema import PoolConfig
 from baton.errors import ConfigError, CorruptKvError
 from baton.ids import WorkerIdentity
 from baton.telemetry.logs import get_logger
-from kvpool.messages import Allowance, Demote, Erase, NodeAction, Promote
+from kvpool.messages import Allowance, Demote, Erase, NodeAction, Promote, Selection
 from kvpool.node.ledger import NodeLedger, NodeLimits
 from kvpool.node.slab import Slab
 from kvpool.ports import ExtentStore
@@ -89,6 +89,19 @@ class NodeStorage:
             if actions:
                 self._mover.carry_out(actions)
 
+    async def flush(self, selection: Selection) -> int:
+        """Gives up what `selection` covers. Returns how many blocks were held, once none of them can come back from the
+        disk, whatever happens to process and power.
+
+        Raises:
+            OSError: They are given up, but the disk has not recorded that for certain.
+        """
+        flushed = self.ledger.flush(selection)
+        self.carry_out()
+        if self._mover is not None:
+            await asyncio.wrap_future(self._mover.forget(flushed.erased))
+        return flushed.num_held
+
     async def loaded(self, lease_id: str, wait_s: float) -> None:
         """Waits until all blocks of a lease are in memory, for `wait_s` at most."""
         try:
@@ -151,7 +164,8 @@ Done = Callable[[Demote | Promote, bool], None]
 
 
 class TierMover:
-    """Copies blocks between slab and disk, beside the event loop.
+    """Copies blocks between slab and disk, beside the event loop. Erasures do not wait for copies: nothing is copied
+    where a ledger has something erased, and a late erasure leaves alone what came after it.
 
     Args:
         store: The disk.
@@ -163,39 +177,57 @@ class TierMover:
         self._store = store
         self._slab = slab
         self._done = done
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pool-disk")
+        self._copying = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pool-disk")
+        self._erasing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pool-disk-erase")
 
-    def carry_out(self, actions: list[NodeAction]) -> Future[None]:
+    def carry_out(self, actions: list[NodeAction]) -> None:
         """Queues actions; returns at once."""
-        return self._thread.submit(self._carry_out, actions)
+        erased = [action for action in actions if isinstance(action, Erase)]
+        moves = [action for action in actions if not isinstance(action, Erase)]
+        if erased:
+            self._erasing.submit(self._erase, erased)
+        if moves:
+            self._copying.submit(self._copy, moves)
+
+    def forget(self, erased: Sequence[Erase]) -> Future[None]:
+        """Erases after what is queued to be erased, whatever is being copied; returns at once. The future is done when
+        all of that is certain, see `ExtentStore.forget`.
+        """
+        return self._erasing.submit(self._store.forget, erased)
 
     def close(self) -> None:
         """Waits for what is queued."""
-        self._thread.shutdown()
+        self._copying.shutdown()
+        self._erasing.shutdown()
         try:
             self._store.close()
         except OSError as error:
             _log.error("the pool's disk could not be closed in order", reason=str(error))
 
-    def _carry_out(self, actions: list[NodeAction]) -> None:
-        for action in actions:
+    def _erase(self, erased: list[Erase]) -> None:
+        for action in erased:
+            try:
+                self._store.erase(action.extent, action.epoch)
+            except OSError as error:
+                _log_fault(action, error)
+
+    def _copy(self, moves: list[Demote | Promote]) -> None:
+        for action in moves:
             try:
                 self._do(action)
             except (OSError, CorruptKvError) as error:
-                _log.warning(
-                    "a block could not be moved", action=type(action).__name__, reason=str(error)
-                )
-                if not isinstance(action, Erase):
-                    self._done(action, False)
+                _log_fault(action, error)
+                self._done(action, False)
             else:
-                if not isinstance(action, Erase):
-                    self._done(action, True)
+                self._done(action, True)
 
-    def _do(self, action: NodeAction) -> None:
+    def _do(self, action: Demote | Promote) -> None:
         match action:
             case Demote(slot=slot, block=block):
                 self._store.write(block, self._slab.slot(slot)[: block.size_bytes])
             case Promote(slot=slot, block=block):
                 self._store.read(block, self._slab.slot(slot)[: block.size_bytes])
-            case Erase(extent=extent, epoch=epoch):
-                self._store.erase(extent, epoch)
+
+
+def _log_fault(action: NodeAction, error: Exception) -> None:
+    _log.warning("a block could not be moved", action=type(action).__name__, reason=str(error))

@@ -15,6 +15,7 @@ Nothing in a record is ever run or unpickled.
 
 A record is written when the bytes it speaks of are, and an extent's erasure before other bytes go there. So at whatever
 moment a process dies, the file has the beginning of what it did, and the last record may be torn: it does not count.
+What is forgotten has its erasure on the disk at once, also where its bytes are still being written: those get no record.
 
 Once there are three records per extent, those that count are written to a file beside,
 which then takes the journal's name.
@@ -40,7 +41,7 @@ import xxhash
 from baton.hashing import KEY_BYTES
 from baton.ids import BlockKey
 from baton.telemetry.logs import get_logger
-from kvpool.messages import DiskBlock, Owner
+from kvpool.messages import DiskBlock, Erase, Owner
 from kvpool.ssd.raw_file import RawFile, sync_directory
 
 VERSION = 1
@@ -301,18 +302,23 @@ class Journal:
         self._lock = Lock()
         self._epochs = array("q", [_NOTHING]) * num_extents
         self._owed: dict[int, int] = {}
+        self._forgotten: dict[
+            int, int
+        ] = {}  # epochs of blocks that may still be being written, by extent
         self._compacts_above = _MOST_RECORDS_PER_EXTENT * num_extents
         for block in held:
             self._epochs[block.extent] = block.epoch
 
     def wrote(self, block: DiskBlock) -> None:
-        """A block's bytes are in its extent.
+        """A block's bytes are in its extent. Those of one that was forgotten meanwhile are not recorded.
 
         Raises:
             OSError: That could not be recorded; after a restart the extent holds nothing.
         """
         with self._lock:
             self._pay()
+            if self._forgotten.pop(block.extent, None) == block.epoch:
+                return
             self._log.append(encode_holds(block))
             self._epochs[block.extent] = block.epoch
             self._compact_if_due()
@@ -328,6 +334,23 @@ class Journal:
                 self._let_go(extent)
             self._pay()
             self._compact_if_due()
+
+    def forget(self, erased: Iterable[Erase]) -> None:
+        """Extents hold nothing any more, if they held a block of that epoch, or one is being written there; returns
+        once that is on the disk, whatever happens to the power.
+
+        Raises:
+            OSError: That could not be recorded yet, or may not be on the disk; it will be recorded before anything else.
+        """
+        with self._lock:
+            for each in erased:
+                if self._epochs[each.extent] == each.epoch:
+                    self._let_go(each.extent)
+                else:
+                    self._forgotten[each.extent] = each.epoch
+            self._pay()
+            self._compact_if_due()
+            self._log.sync()
 
     def vacate(self, extent: int) -> None:
         """Other bytes are about to be written to an extent, whatever it held.
@@ -355,10 +378,11 @@ class Journal:
         self._epochs[extent] = _NOTHING
 
     def _pay(self) -> None:
-        while self._owed:
-            extent, epoch = next(iter(self._owed.items()))
-            self._log.append(encode_erased(Erased(extent=extent, epoch=epoch)))
-            del self._owed[extent]
+        self._log.extend(
+            encode_erased(Erased(extent=extent, epoch=epoch))
+            for extent, epoch in self._owed.items()
+        )
+        self._owed.clear()
 
     def _compact_if_due(self) -> None:
         if len(self._log) <= self._compacts_above:

@@ -12,18 +12,19 @@ Power lost: nothing is waited for but a rewritten journal, before it takes the o
 is closed. What the system had not put on the disk yet (it begins with blocks at once, with the journal within half a
 minute or so) is lost, in whatever order; the journal may then speak of bytes that never arrived, or not know of an
 erasure. Such blocks are found out when they are read, so a block is read right or not at all, as ever. To wait for the
-disk after every block would cost a cache more than it is worth: what is lost with the power is computed again. One
-thing to know: a block that was flushed in the last moments before may be held again, with its right bytes.
+disk after every block would cost a cache more than it is worth: what is lost with the power is computed again. What
+was flushed (`forget`) is waited for: it is never held again.
 """
 
 import errno
 import fcntl
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from baton.errors import ConfigError
-from kvpool.messages import DiskBlock
+from kvpool.messages import DiskBlock, Erase
 from kvpool.ssd.extents import Extents, extent_bytes
 from kvpool.ssd.journal import recover
 
@@ -34,7 +35,7 @@ _OPERATORS_FAULT = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errn
 
 
 class SsdStore:
-    """`ExtentStore`. Calls about different extents may come from different threads at once;
+    """`ExtentStore`. Erasures, and calls about different extents, may come from different threads at once;
     `close` comes after the last of them.
 
     Args:
@@ -90,6 +91,14 @@ class SsdStore:
             OSError: It could not be recorded yet; it will be before anything else is.
         """
         self._journal.erase(extent, epoch)
+
+    def forget(self, erased: Sequence[Erase]) -> None:
+        """See `ExtentStore`. From any thread, whatever is written or read meanwhile.
+
+        Raises:
+            OSError: It could not be recorded yet, or may not be on the disk; it will be recorded before anything else.
+        """
+        self._journal.forget(erased)
 
     def recover(self) -> list[DiskBlock]:
         """See `ExtentStore`; says it once, since a disk may hold many."""

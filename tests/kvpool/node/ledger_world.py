@@ -239,7 +239,7 @@ class World:
 
     def flush(self, **selection: str) -> int:
         before = {stored.key for stored in self.ledger.stored()}
-        count = self.ledger.flush(Selection(**selection))
+        count = self.ledger.flush(Selection(**selection)).num_held
         after = {stored.key for stored in self.ledger.stored()}
         assert count == len(before - after)
         self.pinned &= after

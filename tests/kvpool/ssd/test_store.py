@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from baton.errors import ConfigError, CorruptKvError
+from kvpool.messages import Erase
 from kvpool.ssd.journal import SealedLog
 from kvpool.ssd.store import SsdStore
 from tests.kvpool.ssd.disk_world import (
@@ -35,6 +36,10 @@ def store(folder):
     opened = open_store(folder)
     yield opened
     opened.close()
+
+
+def erase(erased):
+    return Erase(extent=erased.extent, epoch=erased.epoch, key=erased.key)
 
 
 def reopened(store, folder):
@@ -101,6 +106,45 @@ def test_a_late_erasure_of_an_earlier_use_erases_nothing(store, folder):
     store.erase(0, 1)
     again = reopened(store, folder)
     assert again.recover() == [block(2, 0, epoch=2)]
+    again.close()
+
+
+def test_what_was_forgotten_stays_forgotten_also_where_it_was_being_written(store, folder):
+    put(store, block(1, 0, epoch=1))
+    put(store, block(2, 1, epoch=2))
+    store.forget([erase(block(1, 0, epoch=1)), erase(block(3, 2, epoch=3))])
+    put(store, block(3, 2, epoch=3))
+    assert is_right(store, block(3, 2, epoch=3)), "until the ledger has it erased, as any other"
+    put(store, block(4, 0, epoch=4))
+    again = reopened(store, folder)
+    assert again.recover() == [block(2, 1, epoch=2), block(4, 0, epoch=4)]
+    again.close()
+
+
+def test_an_extent_in_which_a_block_was_forgotten_keeps_the_next_one(store, folder):
+    store.forget([erase(block(1, 0, epoch=1))])
+    put(store, block(2, 0, epoch=2))
+    again = reopened(store, folder)
+    assert again.recover() == [block(2, 0, epoch=2)]
+    again.close()
+
+
+def test_what_is_not_on_the_disk_for_certain_is_not_forgotten_for_certain(
+    store, folder, monkeypatch
+):
+    put(store, block(1, 0))
+    put(store, block(2, 1, epoch=2))
+    with monkeypatch.context() as patch:
+        fail(patch, "fdatasync", errno.EIO)
+        with pytest.raises(OSError, match="Input/output error"):
+            store.forget([erase(block(1, 0))])
+    with monkeypatch.context() as patch:
+        fail(patch, "pwritev", errno.ENOSPC)
+        with pytest.raises(OSError, match="No space left"):
+            store.forget([erase(block(2, 1, epoch=2))])
+    store.forget([])
+    again = reopened(store, folder)
+    assert again.recover() == []
     again.close()
 
 

@@ -1,0 +1,169 @@
+"""What was flushed on a node with a disk stays flushed, whenever the node is killed after it has answered."""
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from baton.clock import ManualClock
+from baton.config.schema import PoolConfig
+from baton.errors import UnavailableError
+from kvpool.directory.memory import MemoryDirectory
+from kvpool.messages import DiskBlock, Erase, Owner, PutGrant, Selection
+from kvpool.node.pool_node import PoolNode
+from kvpool.ssd.store import SsdStore
+from tests.kvpool.nodes_world import ANNA, LAYOUT, identity, keys, until
+from tests.waits import WAIT_S, soon
+
+BERT = Owner(tenant="bert", scope="bert", model="m")
+ALL_OF_ANNA = Selection(tenant="anna")
+NUM_SLOTS = 8
+SSD_BYTES = 1 << 20
+
+
+class HeldUpDisk(SsdStore):
+    """Writes and forgets when it may; how often it has been about to is counted."""
+
+    def __init__(self, folder: Path, slot_bytes: int) -> None:
+        super().__init__(folder, SSD_BYTES, slot_bytes)
+        self.may_write, self.may_forget = threading.Event(), threading.Event()
+        self.may_write.set()
+        self.may_forget.set()
+        self.writing = self.forgetting = 0
+
+    def write(self, block: DiskBlock, data: memoryview) -> None:
+        self.writing += 1
+        assert self.may_write.wait(WAIT_S)
+        super().write(block, data)
+
+    def forget(self, erased: Sequence[Erase]) -> None:
+        self.forgetting += 1
+        assert self.may_forget.wait(WAIT_S)
+        super().forget(erased)
+
+
+class FailingDisk(SsdStore):
+    def __init__(self, folder: Path, slot_bytes: int) -> None:
+        super().__init__(folder, SSD_BYTES, slot_bytes)
+
+    def forget(self, erased: Sequence[Erase]) -> None:
+        del erased
+        raise OSError("it takes nothing")
+
+
+class Host:
+    """One node with a disk, on which a quarter of the memory is kept free."""
+
+    def __init__(self, folder: Path, open_disk: Callable[[Path, int], SsdStore]) -> None:
+        self._folder = folder
+        self._open_disk = open_disk
+        self.opened: list[SsdStore] = []
+        clock = ManualClock()
+        self.node = PoolNode(
+            replace(
+                PoolConfig(),
+                memory_bytes=NUM_SLOTS * LAYOUT.page_bytes,
+                high_watermark=0.75,
+                low_watermark=0.5,
+            ),
+            identity("pool-0"),
+            address="",
+            region_path=str(folder / "kv"),
+            directory=MemoryDirectory(clock),
+            clock=clock,
+            open_disk=self._open,
+        )
+        self.node.attach(identity("decode-0"), LAYOUT)
+
+    def _open(self, slot_bytes: int) -> SsdStore:
+        self.opened.append(self._open_disk(self._folder / "disk", slot_bytes))
+        return self.opened[-1]
+
+    def put(self, *numbers: int, owner: Owner = ANNA) -> None:
+        """Puts blocks of zeros, as the slab has from the beginning."""
+        grant = self.node.reserve(
+            keys(*numbers),
+            owner,
+            first=0,
+            size_bytes=LAYOUT.page_bytes,
+            writer=identity("decode-0"),
+        )
+        assert isinstance(grant, PutGrant)
+        layer = xxhash.xxh3_64_intdigest(bytes(LAYOUT.page_bytes // len(LAYOUT.layers)))
+        sums = np.full(len(LAYOUT.layers), layer, dtype="<u8").tobytes()
+        assert self.node.commit(grant.put_id, [sums] * len(numbers)) == len(numbers)
+
+    async def slots_free(self, number: int) -> None:
+        """Until the disk has what memory has no room for."""
+        await until(lambda: self.node.usage().slots_free == number)
+
+    def after_a_kill(self) -> list[int]:
+        """What a restart would find if the node were killed now."""
+        copy = self._folder / f"copy-{len(list(self._folder.iterdir()))}"
+        shutil.copytree(self._folder / "disk", copy)
+        copy.chmod(0o700)
+        store = SsdStore(copy, SSD_BYTES, LAYOUT.page_bytes)
+        found = store.recover()
+        store.close()
+        return sorted(block.key[0] for block in found)
+
+
+async def test_what_was_flushed_does_not_come_back_with_a_restart(tmp_path: Path) -> None:
+    host = Host(tmp_path, HeldUpDisk)
+    host.put(1, 2, owner=BERT)
+    host.put(3, 4, 5, 6, 7)
+    await host.slots_free(4)
+    before = host.after_a_kill()
+    assert set(before) & {3, 4, 5, 6, 7}
+    await soon(host.node.flush(ALL_OF_ANNA))
+    assert host.after_a_kill() == [number for number in before if number <= 2]
+    await host.node.close()
+
+
+async def test_a_flush_waits_neither_for_what_is_written_nor_is_that_found_later(
+    tmp_path: Path,
+) -> None:
+    host = Host(tmp_path, HeldUpDisk)
+    (disk,) = host.opened
+    assert isinstance(disk, HeldUpDisk)
+    disk.may_write.clear()
+    host.put(1, 2, 3, 4, 5, 6, 7)
+    await until(lambda: disk.writing)
+    assert await soon(host.node.flush(ALL_OF_ANNA)) == 7
+    disk.may_write.set()
+    await host.slots_free(NUM_SLOTS)
+    assert host.after_a_kill() == []
+    host.put(1, 2, 3, 4, 5, 6, 7)
+    await host.slots_free(4)
+    assert len(host.after_a_kill()) == 3, "what is put afterwards is kept"
+    await host.node.close()
+
+
+async def test_a_node_goes_on_while_a_flush_waits_for_the_disk(tmp_path: Path) -> None:
+    host = Host(tmp_path, HeldUpDisk)
+    (disk,) = host.opened
+    assert isinstance(disk, HeldUpDisk)
+    disk.may_forget.clear()
+    host.put(1)
+    flushing = asyncio.create_task(host.node.flush(ALL_OF_ANNA))
+    await until(lambda: disk.forgetting)
+    host.put(2, owner=BERT)
+    assert not flushing.done()
+    disk.may_forget.set()
+    assert await soon(flushing) == 1
+    await host.node.close()
+
+
+async def test_a_flush_that_the_disk_has_not_recorded_says_so(tmp_path: Path) -> None:
+    host = Host(tmp_path, FailingDisk)
+    host.put(1)
+    with pytest.raises(UnavailableError, match="it takes nothing"):
+        await soon(host.node.flush(ALL_OF_ANNA))
+    assert host.node.usage().slots_free == NUM_SLOTS
+    await host.node.close()
