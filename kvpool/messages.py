@@ -398,6 +398,19 @@ class Promote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FlushMark:
+    """How far a node has carried out the flushes of a directory.
+
+    Attributes:
+        directory: 16 bytes; each directory has its own numbers.
+        number: Of the latest flush that was carried out.
+    """
+
+    directory: bytes
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Erase:
     """An extent holds nothing any more, also after a restart, unless its next use has begun. Not answered; nothing is
     moved there when the ledger says it, and the next use has another epoch.

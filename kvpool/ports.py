@@ -15,6 +15,7 @@ from kvpool.messages import (
     DirectoryChanges,
     DiskBlock,
     Erase,
+    FlushMark,
     NodeState,
     Owner,
     PutGrant,
@@ -211,9 +212,13 @@ class ExtentStore(Protocol):
     def erase(self, extent: int, epoch: int) -> None:
         """The extent holds nothing any more, also after a restart, if it held a block of that epoch. From any thread."""
 
-    def forget(self, erased: Sequence[Erase]) -> None:
+    @property
+    def flush_mark(self) -> FlushMark | None:
+        """What was last noted with `forget`; None for nothing, and where the disk held nothing of use."""
+
+    def forget(self, erased: Sequence[Erase], mark: FlushMark | None = None) -> None:
         """The same for many extents, also for those that are being written to with that epoch. Returns once that is so
-        whatever happens to process and power.
+        whatever happens to process and power. Then, not before, `mark` is noted, and found after a restart.
 
         Raises:
             OSError: That is not certain.

@@ -119,6 +119,7 @@ class RedisDirectory:
         self._prefix = f"{prefix}:pool2"  # 2: what nodes say is sealed
         self._statements = Statements(secret, self._prefix)
         self._refused = refused
+        self._told_late: set[int] = set()
         self._lookup = redis.register_script(_script("lookup.lua"))
         self._publish = redis.register_script(_script("publish.lua"))
         self._renew = redis.register_script(_script("renew.lua"))
@@ -163,9 +164,10 @@ class RedisDirectory:
         ]
         reply, faults = await _answer(self._renew(args=args)), list[str]()
         told = self._told(_texts(reply, 2), faults)
-        latest, selections = missed_flushes(told, flushes)
+        missed = missed_flushes(told, flushes, self._told_late)
+        self._told_late |= missed.late
         self._note("pool_renew", reply, faults)
-        return Renewal(anew=bool(reply[1]), flushes=latest, selections=selections)
+        return Renewal(anew=bool(reply[1]), flushes=missed.latest, selections=missed.selections)
 
     async def nodes(self) -> tuple[NodeState, ...]:
         """See `Directory`."""

@@ -2,10 +2,11 @@
 
 A node's state names an address that others connect to; what tenants have on it moves quotas; a flush makes every node
 drop blocks. A state holds for its lease. A flush has the time of its making as its number and names the flush before
-it, so that an old one is not carried out again, and one that went missing is noticed.
+it, so that an old one is not carried out again (unless it may be the first of a directory that lost its memory, see
+`missed_flushes`), and one that went missing is noticed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 
@@ -14,12 +15,13 @@ from msgspec import Meta
 
 from baton.errors import InvalidRequestError
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
-from baton.seal import Seal, SealError
+from baton.seal import MAX_SKEW_S, Seal, SealError
 from kvpool.messages import NodeState, Selection, TenantPart
 
 MAX_STATE_BYTES, MAX_PARTS_BYTES, MAX_FLUSH_BYTES = 4096, 1 << 20, 8192
 """The longest that are read, seals included; the same stand in `record.lua`."""
 
+_MAX_SKEW_MS = round(MAX_SKEW_S * 1000)
 _MAX_CHARS = 512
 _MAX_PARTS = 1024
 
@@ -181,18 +183,48 @@ class Statements:
         return f"{self._prefix} {node.worker_id}@{node.incarnation:x}"
 
 
-def missed_flushes(flushes: Sequence[Flush], carried_out: int) -> tuple[int, tuple[Selection, ...]]:
-    """The number of the latest flush, and what a node has to give up that has carried out those up to `carried_out`,
-    in order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissedFlushes:
+    """What a node has to carry out.
+
+    Attributes:
+        latest: The number of the latest flush of all.
+        selections: What it has to give up, in order.
+        late: Numbers of those that come after the latest that it has carried out, and are below its number.
+    """
+
+    latest: int
+    selections: tuple[Selection, ...]
+    late: frozenset[int] = frozenset()
+
+
+def missed_flushes(
+    flushes: Sequence[Flush], carried_out: int, told: Collection[int] = ()
+) -> MissedFlushes:
+    """What a node has missed that has carried out `carried_out`, and all flushes before that one.
 
     Everything, where a flush is missing between: its words were lost, or there were more than the directory remembers.
+
+    A directory that lost its memory begins anew: the first flush names none before it. Its number is above all others
+    unless clocks differ, so one that is lower by no more than they may is missed as well.
+
+    Args:
+        flushes: That the directory remembers.
+        carried_out: The number of the latest one of the node; 0 for none.
+        told: Late ones that the node was told of before.
     """
     by_number = {flush.number: flush for flush in flushes}
-    latest = max(by_number, default=0)
-    at, selections = latest, list[Selection]()
-    while at > carried_out:
+    at = max(by_number, default=0)
+    latest, floor = max(at, carried_out), max(0, carried_out - _MAX_SKEW_MS)
+    selections, late = list[Selection](), set[int]()
+    while at != carried_out and at > floor and at not in told:
+        if at < carried_out:
+            late.add(at)
         if at not in by_number:
-            return latest, (Selection(),)
+            selections = [Selection()]
+            break
         selections.append(by_number[at].selection)
         at = by_number[at].previous
-    return max(latest, carried_out), tuple(reversed(selections))
+    return MissedFlushes(
+        latest=latest, selections=tuple(reversed(selections)), late=frozenset(late)
+    )

@@ -2,7 +2,7 @@
 and its part of tenants' quotas.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Protocol
@@ -11,7 +11,7 @@ from baton.clock import Clock
 from baton.errors import PoolUnavailableError
 from baton.telemetry.logs import get_logger
 from kvpool.messages import DirectoryChanges, NodeState, Selection, Stored
-from kvpool.node.ledger import FlushedBlocks, NodeLedger
+from kvpool.node.ledger import NodeLedger
 from kvpool.node.quotas import QuotaShares
 from kvpool.ports import Directory
 
@@ -29,8 +29,14 @@ class LedgerView(Protocol):
     def stored(self) -> Iterable[Stored]:
         """Everything that is held."""
 
-    def flush(self, selection: Selection) -> FlushedBlocks:
-        """Gives up what a flush covers."""
+
+class FlushTarget(Protocol):
+    """What carries out flushes, and remembers over restarts how far it has."""
+
+    flushes_carried_out: int
+
+    def carry_out_flushes(self, selections: Sequence[Selection], number: int) -> None:
+        """Gives up what missed flushes cover, the last of them with that number; returns at once."""
 
 
 class DirectoryClient:
@@ -39,14 +45,17 @@ class DirectoryClient:
     Args:
         directory: Of the pool.
         ledger: Of the node.
+        flushes: Where its flushes are carried out.
         lease_s: For how long the node is taken to live after each renewal.
     """
 
-    def __init__(self, directory: Directory, ledger: LedgerView, *, lease_s: float) -> None:
+    def __init__(
+        self, directory: Directory, ledger: LedgerView, flushes: FlushTarget, *, lease_s: float
+    ) -> None:
         self._directory = directory
         self._ledger = ledger
+        self._flushes = flushes
         self._lease_s = lease_s
-        self._flushes = 0
         self._reachable = False
 
     @property
@@ -63,10 +72,10 @@ class DirectoryClient:
         try:
             if not self._reachable:
                 await self._directory.retire(state.node)  # some change may never have arrived
-            renewal = await self._directory.renew(state, self._lease_s, self._flushes)
-            for selection in renewal.selections:
-                self._ledger.flush(selection)
-            self._flushes = renewal.flushes
+            carried_out = self._flushes.flushes_carried_out
+            renewal = await self._directory.renew(state, self._lease_s, carried_out)
+            if renewal.selections:
+                self._flushes.carry_out_flushes(renewal.selections, renewal.flushes)
             if renewal.anew:
                 await self._tell_all(state)
             self._reachable = True

@@ -121,7 +121,9 @@ class PoolNode:
         store = self._store = NodeStorage(self._storage_config, slot_bytes, self._clock)
         self._member = Membership(
             store.ledger,
-            DirectoryClient(self._directory, store.ledger, lease_s=self._config.node_lease_s),
+            DirectoryClient(
+                self._directory, store.ledger, store, lease_s=self._config.node_lease_s
+            ),
             QuotaShares(self.identity, self.tenants, slot_bytes),
             lease_s=self._config.node_lease_s,
             clock=self._clock,

@@ -10,13 +10,24 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import xxhash
 
 from baton.clock import Clock
 from baton.config.schema import PoolConfig
 from baton.errors import ConfigError, CorruptKvError
 from baton.ids import WorkerIdentity
 from baton.telemetry.logs import get_logger
-from kvpool.messages import Allowance, Demote, Erase, NodeAction, Promote, Selection
+from kvpool.messages import (
+    Allowance,
+    Demote,
+    Erase,
+    FlushMark,
+    NodeAction,
+    Promote,
+    Selection,
+)
 from kvpool.node.ledger import NodeLedger, NodeLimits
 from kvpool.node.slab import Slab
 from kvpool.ports import ExtentStore
@@ -56,6 +67,8 @@ class NodeStorage:
 
     Attributes:
         slab: The memory.
+        flushes_carried_out: The number of the latest flush of the directory that this node has carried out, in whichever
+            start; 0 where it does not know of one.
         ledger: What lies where. A caller that has it do something that may move blocks calls `carry_out` after that.
 
     Raises:
@@ -79,6 +92,10 @@ class NodeStorage:
             limits = _limits(config.pool, self.slab, 0 if disk is None else disk.num_extents)
             found = () if disk is None else disk.recover()
             self.ledger = NodeLedger(limits, f"{config.identity.incarnation:x}", found)
+            self._directory = _directory_digest(config.pool)
+            mark = None if disk is None else disk.flush_mark
+            is_known = mark is not None and mark.directory == self._directory
+            self.flushes_carried_out = mark.number if mark is not None and is_known else 0
             self._mover = None if disk is None else TierMover(disk, self.slab, self._on_moved)
             undo.pop_all()
 
@@ -101,6 +118,17 @@ class NodeStorage:
         if self._mover is not None:
             await asyncio.wrap_future(self._mover.forget(flushed.erased))
         return flushed.num_held
+
+    def carry_out_flushes(self, selections: Sequence[Selection], number: int) -> None:
+        """Gives up what missed flushes of the directory cover, the last of them with that number; returns at once. The
+        number is that of the next start too once none of the blocks can come back from the disk.
+        """
+        erased = [each for selection in selections for each in self.ledger.flush(selection).erased]
+        self.flushes_carried_out = number
+        self.carry_out()
+        if self._mover is not None and self._directory is not None:
+            mark = FlushMark(directory=self._directory, number=number)
+            self._mover.forget(erased, mark).add_done_callback(_log_unrecorded)
 
     async def loaded(self, lease_id: str, wait_s: float) -> None:
         """Waits until all blocks of a lease are in memory, for `wait_s` at most."""
@@ -143,6 +171,27 @@ def _open_disk(open_disk: OpenDisk | None, slot_bytes: int) -> ExtentStore | Non
     except (OSError, ConfigError) as error:
         _log.error("the pool goes on without its disk", reason=str(error))
         return None
+
+
+def _directory_digest(config: PoolConfig) -> bytes | None:
+    """What tells one directory's flushes from another's; None for one in the node's process, whose numbers nobody needs
+    after that.
+    """
+    if config.directory == "memory":
+        return None
+    url = urlsplit(config.redis_url)
+    # Not who asks: a password that changes is no reason to flush everything.
+    place = f"{url.netloc.rpartition('@')[2]} {url.path} {url.query} {config.redis_prefix}"
+    return xxhash.xxh3_128_digest(place.encode())
+
+
+def _log_unrecorded(forgotten: Future[None]) -> None:
+    error = None if forgotten.cancelled() else forgotten.exception()
+    if error is not None:
+        _log.error(
+            "a flush is not recorded on the pool's disk: the next start carries it out again",
+            reason=str(error),
+        )
 
 
 def _limits(config: PoolConfig, slab: Slab, num_extents: int) -> NodeLimits:
@@ -189,11 +238,11 @@ class TierMover:
         if moves:
             self._copying.submit(self._copy, moves)
 
-    def forget(self, erased: Sequence[Erase]) -> Future[None]:
+    def forget(self, erased: Sequence[Erase], mark: FlushMark | None = None) -> Future[None]:
         """Erases after what is queued to be erased, whatever is being copied; returns at once. The future is done when
         all of that is certain, see `ExtentStore.forget`.
         """
-        return self._erasing.submit(self._store.forget, erased)
+        return self._erasing.submit(self._store.forget, erased, mark)
 
     def close(self) -> None:
         """Waits for what is queued."""

@@ -8,6 +8,7 @@ Records stand one after the other in a file, one per change, each sealed with th
     begins   kind | "BATONSSD" | version (4) | bytes of a slot (8) | 16 random bytes
     holds    kind | extent (8) | epoch (8) | bytes (8) | position (8) | 5 lengths (2 each) | key | tenant | scope | model | checksums
     erased   kind | extent (8) | epoch (8)
+    flushed  kind | number of the latest flush (8) | its directory (16)
 
 A record counts only where it was written: what is left of an older file, or of a longer record that was not finished,
 never reads as a record, and with one that is damaged everything after it is void.
@@ -16,6 +17,7 @@ Nothing in a record is ever run or unpickled.
 A record is written when the bytes it speaks of are, and an extent's erasure before other bytes go there. So at whatever
 moment a process dies, the file has the beginning of what it did, and the last record may be torn: it does not count.
 What is forgotten has its erasure on the disk at once, also where its bytes are still being written: those get no record.
+A flush is recorded after the erasures that it takes: where its number is found, none of its blocks is.
 
 Once there are three records per extent, those that count are written to a file beside,
 which then takes the journal's name.
@@ -41,13 +43,13 @@ import xxhash
 from baton.hashing import KEY_BYTES
 from baton.ids import BlockKey
 from baton.telemetry.logs import get_logger
-from kvpool.messages import DiskBlock, Erase, Owner
+from kvpool.messages import DiskBlock, Erase, FlushMark, Owner
 from kvpool.ssd.raw_file import RawFile, sync_directory
 
 VERSION = 1
 """Of these records, and of how blocks lie in extents."""
 
-_BEGINS, _HOLDS, _ERASED = 0, 1, 2
+_BEGINS, _HOLDS, _ERASED, _FLUSHED = 0, 1, 2, 3
 _MAGIC = b"BATONSSD"
 _LONGEST_PART = 0xFFFF
 _LARGEST = (1 << 63) - 1
@@ -57,6 +59,7 @@ _LARGEST = (1 << 63) - 1
 _BEGIN_RECORD = struct.Struct("<B8sIQ16s")
 _HOLDS_HEAD = struct.Struct("<BQQQQ5H")
 _ERASED_RECORD = struct.Struct("<BQQ")
+_FLUSHED_RECORD = struct.Struct("<BQ16s")
 
 _HEAD = struct.Struct("<IQ")
 _LONGEST = 1 << 20
@@ -96,7 +99,7 @@ class Erased:
     epoch: int
 
 
-Record = Begins | DiskBlock | Erased
+Record = Begins | DiskBlock | Erased | FlushMark
 
 
 def encode_begins(slot_bytes: int) -> bytes:
@@ -126,6 +129,11 @@ def encode_erased(erased: Erased) -> bytes:
     return _ERASED_RECORD.pack(_ERASED, erased.extent, erased.epoch)
 
 
+def encode_flushed(mark: FlushMark) -> bytes:
+    """What the flushes up to that of `mark` cover was erased before this."""
+    return _FLUSHED_RECORD.pack(_FLUSHED, mark.number, mark.directory)
+
+
 def decode(record: bytes) -> Record | None:
     """What a record says; None where this version of the code does not know."""
     kind = record[0] if record else None
@@ -136,6 +144,9 @@ def decode(record: bytes) -> Record | None:
         if max(extent, epoch) > _LARGEST:
             return None
         return Erased(extent=extent, epoch=epoch)
+    if kind == _FLUSHED and len(record) == _FLUSHED_RECORD.size:
+        _, number, directory = _FLUSHED_RECORD.unpack(record)
+        return FlushMark(directory=directory, number=number) if number <= _LARGEST else None
     if kind == _BEGINS and len(record) == _BEGIN_RECORD.size:
         _, magic, version, slot_bytes, _ = _BEGIN_RECORD.unpack(record)
         return Begins(version=version, slot_bytes=slot_bytes) if magic == _MAGIC else None
@@ -285,6 +296,7 @@ class Journal:
         slot_bytes: The size of the largest block.
         num_extents: How many there are.
         held: What the file says they hold.
+        mark: The last one in the file.
     """
 
     def __init__(
@@ -295,6 +307,7 @@ class Journal:
         slot_bytes: int,
         num_extents: int,
         held: Iterable[DiskBlock],
+        mark: FlushMark | None,
     ) -> None:
         self._path = path
         self._log = log
@@ -302,12 +315,17 @@ class Journal:
         self._lock = Lock()
         self._epochs = array("q", [_NOTHING]) * num_extents
         self._owed: dict[int, int] = {}
-        self._forgotten: dict[
-            int, int
-        ] = {}  # epochs of blocks that may still be being written, by extent
+        # By extent, epochs of blocks that may still be being written.
+        self._forgotten: dict[int, int] = {}
+        self._mark, self._recorded_mark = mark, mark
         self._compacts_above = _MOST_RECORDS_PER_EXTENT * num_extents
         for block in held:
             self._epochs[block.extent] = block.epoch
+
+    @property
+    def flush_mark(self) -> FlushMark | None:
+        """The last one that was recorded."""
+        return self._recorded_mark
 
     def wrote(self, block: DiskBlock) -> None:
         """A block's bytes are in its extent. Those of one that was forgotten meanwhile are not recorded.
@@ -335,9 +353,9 @@ class Journal:
             self._pay()
             self._compact_if_due()
 
-    def forget(self, erased: Iterable[Erase]) -> None:
+    def forget(self, erased: Iterable[Erase], mark: FlushMark | None = None) -> None:
         """Extents hold nothing any more, if they held a block of that epoch, or one is being written there; returns
-        once that is on the disk, whatever happens to the power.
+        once that is on the disk, and `mark` after it, whatever happens to the power.
 
         Raises:
             OSError: That could not be recorded yet, or may not be on the disk; it will be recorded before anything else.
@@ -348,9 +366,10 @@ class Journal:
                     self._let_go(each.extent)
                 else:
                     self._forgotten[each.extent] = each.epoch
+            self._mark = mark or self._mark
             self._pay()
-            self._compact_if_due()
             self._log.sync()
+            self._compact_if_due()
 
     def vacate(self, extent: int) -> None:
         """Other bytes are about to be written to an extent, whatever it held.
@@ -383,6 +402,9 @@ class Journal:
             for extent, epoch in self._owed.items()
         )
         self._owed.clear()
+        if self._mark is not None and self._mark != self._recorded_mark:
+            self._log.append(encode_flushed(self._mark))
+            self._recorded_mark = self._mark
 
     def _compact_if_due(self) -> None:
         if len(self._log) <= self._compacts_above:
@@ -401,6 +423,7 @@ class Journal:
         # An extent's epochs may repeat after a restart. The order stays,
         # so the last record is the one that counts again.
         end = 0
+        yield from _marked(self._recorded_mark)
         with self._path.open("rb", buffering=_READ_BYTES) as file:
             for frame in frames(file):
                 block, end = decode(frame.record), frame.end
@@ -408,6 +431,11 @@ class Journal:
                     yield frame.record
         if end != self._log.size_bytes:
             raise OSError(errno.EIO, "the journal does not read as it was written")
+
+
+def _marked(mark: FlushMark | None) -> Iterator[bytes]:
+    if mark is not None:
+        yield encode_flushed(mark)
 
 
 def begin_log(path: Path, slot_bytes: int, records: Iterable[bytes]) -> SealedLog:
@@ -458,11 +486,13 @@ def recover(
     fitting = [block for block in found.blocks.values() if block.size_bytes <= slot_bytes]
     held = _usable(fitting, present, num_extents)
     if found.last is None or len(held) < len(found.blocks):
-        log = begin_log(path, slot_bytes, map(encode_holds, held))
+        log = begin_log(path, slot_bytes, chain(_marked(found.mark), map(encode_holds, held)))
     else:
         log = SealedLog(path, found.last, found.num_records)
     _report(found, held)
-    journal = Journal(path, log, slot_bytes=slot_bytes, num_extents=num_extents, held=held)
+    journal = Journal(
+        path, log, slot_bytes=slot_bytes, num_extents=num_extents, held=held, mark=found.mark
+    )
     return journal, held
 
 
@@ -474,12 +504,14 @@ class _Found:
         blocks: By extent.
         last: The last record that counts; None if none does.
         num_records: How many count.
+        mark: The last one.
         unusable: Why none of it counts, or why what follows `last` does not.
     """
 
     blocks: dict[int, DiskBlock] = field(default_factory=dict)
     last: JournalFrame | None = None
     num_records: int = 0
+    mark: FlushMark | None = None
     unusable: str = ""
 
 
@@ -515,6 +547,8 @@ def _take(found: _Found, frame: JournalFrame, slot_bytes: int) -> str:
             held = found.blocks.get(record.extent)
             if held is not None and held.epoch == record.epoch:
                 del found.blocks[record.extent]
+        case FlushMark() if found.last is not None:
+            found.mark = record
         case _:
             return "it says what this version does not understand"
     found.last = frame

@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from baton.errors import ConfigError
-from kvpool.messages import DiskBlock, Erase
+from kvpool.messages import DiskBlock, Erase, FlushMark
 from kvpool.ssd.extents import Extents, extent_bytes
 from kvpool.ssd.journal import recover
 
@@ -92,13 +92,18 @@ class SsdStore:
         """
         self._journal.erase(extent, epoch)
 
-    def forget(self, erased: Sequence[Erase]) -> None:
+    @property
+    def flush_mark(self) -> FlushMark | None:
+        """See `ExtentStore`."""
+        return self._journal.flush_mark
+
+    def forget(self, erased: Sequence[Erase], mark: FlushMark | None = None) -> None:
         """See `ExtentStore`. From any thread, whatever is written or read meanwhile.
 
         Raises:
             OSError: It could not be recorded yet, or may not be on the disk; it will be recorded before anything else.
         """
-        self._journal.forget(erased)
+        self._journal.forget(erased, mark)
 
     def recover(self) -> list[DiskBlock]:
         """See `ExtentStore`; says it once, since a disk may hold many."""

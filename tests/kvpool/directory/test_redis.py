@@ -277,6 +277,23 @@ async def test_an_old_flush_is_not_carried_out_again_nor_a_false_count(tmp_path:
         assert renewal.selections == (Selection(tenant="carl"),)
 
 
+async def test_a_directory_that_lost_its_memory_makes_no_node_skip_a_flush(tmp_path: Path) -> None:
+    async with a_redis("fakeredis", tmp_path) as url, open_redis(url, timeout_s=5.0) as redis:
+        directory, _ = directory_on(redis)
+        first = await directory.flush(Selection(tenant="anna"))
+        carried_out = first + 60_000  # by the clock of another host
+        renewal = await directory.renew(state("pool-0"), 60.0, carried_out)
+        assert (renewal.selections, renewal.flushes) == ((Selection(tenant="anna"),), carried_out)
+        renewal = await directory.renew(state("pool-0"), 60.0, carried_out)
+        assert (renewal.selections, renewal.flushes) == ((), carried_out)
+        await directory.flush(Selection(tenant="bert"))
+        renewal = await directory.renew(state("pool-0"), 60.0, carried_out)
+        assert renewal.selections == (Selection(tenant="bert"),)
+        started_again, _ = directory_on(redis)
+        renewal = await started_again.renew(state("pool-0"), 60.0, carried_out + 600_000)
+        assert renewal.selections == (), "clocks do not differ by so much: these are old"
+
+
 async def test_a_flush_whose_words_are_lost_drops_everything(tmp_path: Path) -> None:
     async with a_redis("fakeredis", tmp_path) as url, open_redis(url, timeout_s=5.0) as redis:
         directory, _ = directory_on(redis)

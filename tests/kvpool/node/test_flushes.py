@@ -1,7 +1,10 @@
-"""What was flushed on a node with a disk stays flushed, whenever the node is killed after it has answered."""
+"""What was flushed on a node with a disk stays flushed, whenever the node is killed after it has answered,
+and what was put afterwards is not flushed again by its next start.
+"""
 
 import asyncio
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +18,7 @@ from baton.clock import ManualClock
 from baton.config.schema import PoolConfig
 from baton.errors import UnavailableError
 from kvpool.directory.memory import MemoryDirectory
-from kvpool.messages import DiskBlock, Erase, Owner, PutGrant, Selection
+from kvpool.messages import DiskBlock, Erase, FlushMark, Owner, PutGrant, Selection
 from kvpool.node.pool_node import PoolNode
 from kvpool.ssd.store import SsdStore
 from tests.kvpool.nodes_world import ANNA, LAYOUT, identity, keys, until
@@ -25,6 +28,8 @@ BERT = Owner(tenant="bert", scope="bert", model="m")
 ALL_OF_ANNA = Selection(tenant="anna")
 NUM_SLOTS = 8
 SSD_BYTES = 1 << 20
+REDIS = "redis://pool:old-password@redis:6379/0"
+"""Nobody connects: it names a directory."""
 
 
 class HeldUpDisk(SsdStore):
@@ -42,40 +47,52 @@ class HeldUpDisk(SsdStore):
         assert self.may_write.wait(WAIT_S)
         super().write(block, data)
 
-    def forget(self, erased: Sequence[Erase]) -> None:
+    def forget(self, erased: Sequence[Erase], mark: FlushMark | None = None) -> None:
         self.forgetting += 1
         assert self.may_forget.wait(WAIT_S)
-        super().forget(erased)
+        super().forget(erased, mark)
 
 
 class FailingDisk(SsdStore):
     def __init__(self, folder: Path, slot_bytes: int) -> None:
         super().__init__(folder, SSD_BYTES, slot_bytes)
 
-    def forget(self, erased: Sequence[Erase]) -> None:
-        del erased
+    def forget(self, erased: Sequence[Erase], mark: FlushMark | None = None) -> None:
+        del erased, mark
         raise OSError("it takes nothing")
 
 
 class Host:
     """One node with a disk, on which a quarter of the memory is kept free."""
 
-    def __init__(self, folder: Path, open_disk: Callable[[Path, int], SsdStore]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        open_disk: Callable[[Path, int], SsdStore],
+        directory: MemoryDirectory | None = None,
+        *,
+        redis_url: str = "",
+        incarnation: int = 1,
+    ) -> None:
         self._folder = folder
         self._open_disk = open_disk
         self.opened: list[SsdStore] = []
-        clock = ManualClock()
+        self.directory = directory or MemoryDirectory(ManualClock())
+        clock = self._clock = ManualClock()
+        self._lease_s = PoolConfig().node_lease_s
         self.node = PoolNode(
             replace(
                 PoolConfig(),
                 memory_bytes=NUM_SLOTS * LAYOUT.page_bytes,
                 high_watermark=0.75,
                 low_watermark=0.5,
+                directory="redis" if redis_url else "memory",
+                redis_url=redis_url,
             ),
-            identity("pool-0"),
+            identity("pool-0", incarnation),
             address="",
             region_path=str(folder / "kv"),
-            directory=MemoryDirectory(clock),
+            directory=self.directory,
             clock=clock,
             open_disk=self._open,
         )
@@ -105,13 +122,26 @@ class Host:
 
     def after_a_kill(self) -> list[int]:
         """What a restart would find if the node were killed now."""
-        copy = self._folder / f"copy-{len(list(self._folder.iterdir()))}"
-        shutil.copytree(self._folder / "disk", copy)
-        copy.chmod(0o700)
-        store = SsdStore(copy, SSD_BYTES, LAYOUT.page_bytes)
+        store = SsdStore(self.killed() / "disk", SSD_BYTES, LAYOUT.page_bytes)
         found = store.recover()
         store.close()
         return sorted(block.key[0] for block in found)
+
+    def killed(self) -> Path:
+        """A folder with the disk as a kill leaves it now."""
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        shutil.copytree(self._folder / "disk", folder / "disk")
+        (folder / "disk").chmod(0o700)
+        return folder
+
+    async def registered(self) -> None:
+        """The node renews its lease."""
+        self._clock.advance(self._lease_s)
+        await self.node.register()
+
+    @property
+    def on_disk(self) -> int:
+        return self.node.usage().ssd_blocks
 
 
 async def test_what_was_flushed_does_not_come_back_with_a_restart(tmp_path: Path) -> None:
@@ -167,3 +197,75 @@ async def test_a_flush_that_the_disk_has_not_recorded_says_so(tmp_path: Path) ->
         await soon(host.node.flush(ALL_OF_ANNA))
     assert host.node.usage().slots_free == NUM_SLOTS
     await host.node.close()
+
+
+async def flushed_and_filled(folder: Path, directory: MemoryDirectory) -> tuple[Host, HeldUpDisk]:
+    """A node that has carried out a flush of the directory and then put blocks, three of them on its disk."""
+    host = Host(folder, HeldUpDisk, directory, redis_url=REDIS)
+    (disk,) = host.opened
+    assert isinstance(disk, HeldUpDisk)
+    await directory.flush(ALL_OF_ANNA)
+    await host.registered()
+    await until(lambda: disk.flush_mark)
+    host.put(1, 2, 3, 4, 5, 6, 7)
+    await host.slots_free(4)
+    return host, disk
+
+
+@pytest.mark.parametrize("url", [REDIS, REDIS.replace("old-password", "new-password")])
+async def test_a_start_repeats_no_flush_that_an_earlier_one_has_carried_out(
+    tmp_path: Path, url: str
+) -> None:
+    directory = MemoryDirectory(ManualClock())
+    host, _ = await flushed_and_filled(tmp_path, directory)
+    again = Host(host.killed(), HeldUpDisk, directory, redis_url=url, incarnation=2)
+    await again.registered()
+    assert again.on_disk == 3
+    await directory.flush(ALL_OF_ANNA)
+    await again.registered()
+    assert again.on_disk == 0
+    for each in (host, again):
+        await each.node.close()
+
+
+async def test_a_start_carries_out_the_flushes_that_the_node_has_missed(tmp_path: Path) -> None:
+    directory = MemoryDirectory(ManualClock())
+    host, _ = await flushed_and_filled(tmp_path, directory)
+    folder = host.killed()
+    await directory.flush(ALL_OF_ANNA)
+    again = Host(folder, HeldUpDisk, directory, redis_url=REDIS, incarnation=2)
+    assert again.on_disk == 3
+    await again.registered()
+    assert again.on_disk == 0
+    for each in (host, again):
+        await each.node.close()
+
+
+async def test_a_start_carries_out_a_flush_that_the_disk_had_not_recorded_when_it_was_killed(
+    tmp_path: Path,
+) -> None:
+    directory = MemoryDirectory(ManualClock())
+    host, disk = await flushed_and_filled(tmp_path, directory)
+    disk.may_forget.clear()
+    await directory.flush(ALL_OF_ANNA)
+    await host.registered()
+    assert host.on_disk == 0
+    await until(lambda: disk.forgetting == 2)
+    again = Host(host.killed(), HeldUpDisk, directory, redis_url=REDIS, incarnation=2)
+    await again.registered()
+    assert again.on_disk == 0
+    disk.may_forget.set()
+    for each in (host, again):
+        await each.node.close()
+
+
+async def test_the_number_of_one_directorys_flush_is_nothing_in_another(tmp_path: Path) -> None:
+    host, _ = await flushed_and_filled(tmp_path, MemoryDirectory(ManualClock()))
+    other = MemoryDirectory(ManualClock())
+    await other.flush(ALL_OF_ANNA)
+    elsewhere = REDIS.replace("/0", "/1")
+    again = Host(host.killed(), HeldUpDisk, other, redis_url=elsewhere, incarnation=2)
+    await again.registered()
+    assert again.on_disk == 0, "its only flush has the number of the other's only one"
+    for each in (host, again):
+        await each.node.close()

@@ -62,7 +62,13 @@ class World:
         self.clock = ManualClock()
         self.directory = Flaky(MemoryDirectory(self.clock))
         self.ledger = NodeLedger(NodeLimits(num_slots=8, slot_bytes=64), "start")
-        self.registrar = DirectoryClient(self.directory, self.ledger, lease_s=LEASE_S)
+        self.flushes_carried_out = 0
+        self.registrar = DirectoryClient(self.directory, self.ledger, self, lease_s=LEASE_S)
+
+    def carry_out_flushes(self, selections: Sequence[Selection], number: int) -> None:
+        for selection in selections:
+            self.ledger.flush(selection)
+        self.flushes_carried_out = number
 
     def put(self, *numbers: int) -> None:
         granted = self.ledger.reserve([key(n) for n in numbers], ANNA, 0.0)

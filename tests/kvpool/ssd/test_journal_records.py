@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.ids import BlockKey
-from kvpool.messages import DiskBlock, Owner
+from kvpool.messages import DiskBlock, FlushMark, Owner
 from kvpool.ssd.journal import (
     VERSION,
     Begins,
@@ -14,6 +14,7 @@ from kvpool.ssd.journal import (
     decode,
     encode_begins,
     encode_erased,
+    encode_flushed,
     encode_holds,
 )
 
@@ -42,6 +43,12 @@ def test_an_erasure_is_read_as_it_was_written(extent, epoch):
     assert decode(encode_erased(erased)) == erased
 
 
+@given(_numbers, st.binary(min_size=16, max_size=16))
+def test_a_flush_is_read_as_it_was_written(number, directory):
+    mark = FlushMark(directory=directory, number=number)
+    assert decode(encode_flushed(mark)) == mark
+
+
 def test_a_beginning_is_read_as_it_was_written_and_is_never_the_same():
     assert decode(encode_begins(77)) == Begins(version=VERSION, slot_bytes=77)
     assert encode_begins(77) != encode_begins(77)
@@ -54,10 +61,10 @@ def test_a_record_that_is_cut_says_nothing(block, length):
         assert decode(whole[:length]) is None
 
 
-@given(st.binary(max_size=200), st.sampled_from([b"", b"\0", b"\1", b"\2"]))
+@given(st.binary(max_size=200), st.sampled_from([b"", b"\0", b"\1", b"\2", b"\3"]))
 def test_any_bytes_are_a_record_or_none(rest, kind):
     record = decode(kind + rest)
-    assert record is None or isinstance(record, (Begins, DiskBlock, Erased))
+    assert record is None or isinstance(record, (Begins, DiskBlock, Erased, FlushMark))
 
 
 @given(_blocks, st.data())
@@ -84,6 +91,7 @@ def test_names_that_are_no_text_and_numbers_that_are_too_large_say_nothing():
     assert decode(encode_holds(replace(block, epoch=1 << 63))) is None
     assert decode(encode_holds(replace(block, key=BlockKey(bytes(15))))) is None
     assert decode(encode_erased(Erased(extent=0, epoch=1 << 63))) is None
+    assert decode(encode_flushed(FlushMark(directory=bytes(16), number=1 << 63))) is None
 
 
 def test_a_record_of_an_unknown_kind_says_nothing():

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from baton.errors import ConfigError, CorruptKvError
-from kvpool.messages import Erase
+from kvpool.messages import Erase, FlushMark
 from kvpool.ssd.journal import SealedLog
 from kvpool.ssd.store import SsdStore
 from tests.kvpool.ssd.disk_world import (
@@ -145,6 +145,63 @@ def test_what_is_not_on_the_disk_for_certain_is_not_forgotten_for_certain(
     store.forget([])
     again = reopened(store, folder)
     assert again.recover() == []
+    again.close()
+
+
+def mark(number):
+    return FlushMark(directory=b"one directory's.", number=number)
+
+
+def test_the_last_flush_is_known_after_restarts_and_however_often_the_journal_is_rewritten(
+    store, folder
+):
+    assert store.flush_mark is None
+    store.forget([], mark(7))
+    store.forget([], mark(8))
+    store.forget([])
+    for epoch in range(1, 200):
+        put(store, block(epoch, 0, epoch))
+        store.erase(0, epoch)
+    put(store, block(500, NUM_EXTENTS - 1, epoch=500))
+    again = reopened(store, folder)
+    assert again.flush_mark == mark(8)
+    again.close()
+    smaller = open_store(folder, NUM_EXTENTS - 1)
+    assert (smaller.recover(), smaller.flush_mark) == ([], mark(8))
+    smaller.close()
+    last = open_store(folder, NUM_EXTENTS - 1)
+    assert last.flush_mark == mark(8)
+    last.close()
+
+
+def test_wherever_a_journal_is_cut_it_knows_no_flush_whose_blocks_it_holds(store, folder):
+    for number in range(4):
+        put(store, block(number, number, epoch=number + 1))
+    before = (folder / "journal").stat().st_size
+    store.forget([erase(block(number, number, epoch=number + 1)) for number in range(4)], mark(7))
+    store.close()
+    whole = (folder / "journal").read_bytes()
+    for end in range(before, len(whole) + 1):
+        (folder / "journal").write_bytes(whole[:end])
+        cut = open_store(folder)
+        assert (cut.flush_mark is None) == (end < len(whole))
+        assert cut.flush_mark is None or cut.recover() == []
+        cut.close()
+
+
+def test_a_flush_that_could_not_be_recorded_is_recorded_before_anything_else(
+    store, folder, monkeypatch
+):
+    put(store, block(1, 0))
+    with monkeypatch.context() as patch:
+        fail(patch, "pwritev", errno.ENOSPC)
+        with pytest.raises(OSError, match="No space left"):
+            store.forget([erase(block(1, 0))], mark(7))
+    assert store.flush_mark is None
+    put(store, block(2, 1, epoch=2))
+    again = reopened(store, folder)
+    assert again.recover() == [block(2, 1, epoch=2)]
+    assert again.flush_mark == mark(7)
     again.close()
 
 
