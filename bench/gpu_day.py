@@ -163,17 +163,12 @@ class Day:
         return ended
 
     def _tests(self, limit_s: float, figures: dict[str, float]) -> bool:
-        tests = ["tests/kv_transfer"]
-        if torch.cuda.is_available():
-            files = sorted(_ROOT.glob("tests/baton_engine/test_*.py"))
-            tests += [str(file) for file in files if _is_marked(file)]
-        return self._pytest("tests", ["-m", "gpu", *tests], limit_s, figures)
+        folders = ["kv_transfer", *(["baton_engine"] if torch.cuda.is_available() else [])]
+        return self._pytest("tests", ["-m", "gpu", *marked_tests(*folders)], limit_s, figures)
 
     def _twins(self, limit_s: float, figures: dict[str, float]) -> bool:
         """In miniature only those of one kernel: all of them are among the tests that need no GPU."""
-        tests = ["tests/baton_engine/test_page_sum.py"]
-        if torch.cuda.is_available():
-            tests = [str(_ROOT / "tests/baton_engine" / f"test_{name}.py") for name in _TWINS]
+        tests = twin_tests() if torch.cuda.is_available() else twin_tests("page_sum")
         several = ["-n", str(min(8, os.cpu_count() or 1))] if find_spec("xdist") else []
         words = [*several, "-m", "not gpu and not slow", *tests]
         return self._pytest("twins", words, limit_s, figures)
@@ -220,9 +215,17 @@ class Day:
             _end(process)
 
 
-def _is_marked(file: Path) -> bool:
-    """Whether some of its tests need a GPU. Others may need packages that an image for GPUs lacks."""
-    return "mark.gpu" in file.read_text()
+def marked_tests(*folders: str) -> list[str]:
+    """The files of these folders of `tests` that have tests which need a GPU; others may need packages that
+    an image for GPUs lacks.
+    """
+    files = [file for folder in folders for file in (_ROOT / "tests" / folder).glob("test_*.py")]
+    return [str(file) for file in sorted(files) if "mark.gpu" in file.read_text()]
+
+
+def twin_tests(*names: str) -> list[str]:
+    """The files that hold kernels against torch: those of all, or of the kernels named."""
+    return [str(_ROOT / "tests/baton_engine" / f"test_{name}.py") for name in names or _TWINS]
 
 
 def _environment() -> dict[str, str]:

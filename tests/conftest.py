@@ -5,19 +5,23 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Generator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from baton import native
 from tests.machine import Machine
 
 # How long an example takes depends on who else uses the machine; what must not take long is measured in `bench/`.
 # The default suite says the same each time of the same code; `make test-slow` looks elsewhere each time.
-settings.register_profile("repeat", deadline=None, derandomize=True)
-settings.register_profile("explore", deadline=None)
-settings.load_profile("repeat")
+# An image for GPUs (`bench/gpu/pytest.ini`) has no hypothesis, and runs no test that asks for it.
+if find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    settings.register_profile("repeat", deadline=None, derandomize=True)
+    settings.register_profile("explore", deadline=None)
+    settings.load_profile("repeat")
 
 _MACHINE = Machine()
 

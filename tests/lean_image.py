@@ -15,11 +15,8 @@ from types import ModuleType
 
 from packaging.requirements import Requirement
 
-LEAN = (
-    *("torch", "triton", "numpy", "psutil", "grpcio", "protobuf", "xxhash", "filelock"),
-    *("safetensors", "transformers", "prometheus-client", "pyyaml", "hypothesis", "pytest"),
-)
-"""Distributions that such an image has; what they need themselves is there as well."""
+LEAN = ("torch", "triton", "numpy", "psutil", "grpcio", "xxhash", "pytest")
+"""Distributions that such an image has, by docs/gpu-status.md; what they need themselves is there as well."""
 
 
 def hide_all_but(distributions: Iterable[str]) -> None:

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from bench.gpu_day import marked_tests, twin_tests
+
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = (
     *("baton_engine.build", "baton_engine.host", "kv_transfer.backends.cuda_ipc"),
     *("bench.gpu_day", "bench.gpu.stages", "bench.gpu_roofline", "bench.handoff_gpu"),
+    "tests.kv_transfer.receiver_process",
 )
 
 
@@ -38,17 +41,21 @@ def test_the_engine_and_its_benchmarks_are_imported():
 
 
 def test_tests_that_need_a_gpu_are_collected():
+    files = marked_tests("kv_transfer", "baton_engine")
+    assert len(files) >= 6
+    assert collected("gpu", files) > 80
+
+
+def test_what_holds_the_kernels_against_torch_is_collected():
+    assert collected("not gpu and not slow", twin_tests()) > 200
+
+
+def collected(marked: str, files: list[str]) -> int:
+    """How many tests of the files pytest finds, importing them all."""
     pytest.importorskip("triton", reason='pip install "baton-serve[triton]"')
-    marked = [
-        str(file)
-        for folder in ("kv_transfer", "baton_engine")
-        for file in (ROOT / "tests" / folder).glob("test_*.py")
-        if "mark.gpu" in file.read_text()
-    ]
-    assert len(marked) >= 6
-    settings = ("-c", "bench/gpu/pytest.ini", "--rootdir", ".", "-m", "gpu", "--collect-only")
-    answer = lean("--pytest", *settings, *marked)
+    settings = ("-c", "bench/gpu/pytest.ini", "--rootdir", ".", "-m", marked, "--collect-only")
+    answer = lean("--pytest", *settings, *files)
     assert answer.returncode == 0, answer.stdout
-    found = re.search(r"(\d+)/\d+ tests collected", answer.stdout)
+    found = re.search(r"(\d+)(?:/\d+)? tests collected", answer.stdout)
     assert found is not None, answer.stdout
-    assert int(found[1]) > 80
+    return int(found[1])

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from baton.errors import ModelLoadError
 from baton_engine.models.json_fields import read_json_fields
@@ -94,6 +93,9 @@ def open_safetensors(file: Path) -> Iterator[OpenFile]:
     Raises:
         ModelLoadError: The file is missing, truncated or not safetensors.
     """
+    # An image for GPUs that reads no weights, as that of `bench.gpu_day`, may lack it.
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(file, framework="pt") as handle:
             yield handle
