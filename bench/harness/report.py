@@ -66,7 +66,10 @@ def write_document(document: Mapping[str, object], path: Path) -> None:
 
 def _revision() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    described = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        described = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):  # an image for GPUs may lack git
+        return "unknown"
     return described.stdout.strip() or "unknown"
 
 

@@ -26,3 +26,10 @@ def test_a_library_that_is_not_built_is_said_to_be(tmp_path, monkeypatch, capsys
     assert f"{native.CPU_KERNELS.path} is not built" in capsys.readouterr().err
     report.write(path)
     assert json.loads(path.read_text())["kernels"]["kernels"] == "not built"
+
+
+def test_where_there_is_no_git_the_revision_is_unknown(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = tmp_path / "report.json"
+    Report(benchmark="some", settings={}).write(path)
+    assert json.loads(path.read_text())["revision"] == "unknown"
