@@ -12,11 +12,13 @@ bfloat16 product. Figures are named `decode_SHAPE_bBATCH_cCONTEXT_...`, `decode_
 
 With `--kv-cache-dtype fp8_e4m3` the same from pages of 8 bits, with `--deterministic` with the kernels that give a
 request the same bits in any batch, with `--compile` with what lies between the kernels compiled. What does not fit into
-memory is left out, as is what would begin after `--limit-s`; both are said. The goals: decode 0.80 at batch 1 and 64
-with 8k of context, its attention 0.85, prefill 0.65, its attention 0.60, overhead 0.08.
+memory is left out, as is what would begin after `--limit-s`; both are said. The report is written after every point; one
+that breaks off, as a shape whose kernels are not right, is counted in `failed`, and the next one is tried. The goals:
+decode 0.80 at batch 1 and 64 with 8k of context, its attention 0.85, prefill 0.65, its attention 0.60, overhead 0.08.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from baton_engine.compiling import compile_glue
 from baton_engine.cuda_graphs import CudaGraphs
 from baton_engine.kernels.ports import KernelSet
 from baton_engine.kernels.select import choose_kv_dtype, select_kernels
+from bench.gpu.figures import Figures, written_to
 from bench.gpu.models import GPU_SHAPES, Ceilings, GpuShape, random_decoder
 from bench.gpu.points import ModelBench
 from bench.gpu.timing import CudaTimer, copy_rate, matmul_rate, read_rate
@@ -47,7 +50,7 @@ Point = tuple[str, Callable[[], dict[str, float]]]
 
 
 def main() -> None:
-    """Entry point."""
+    """Entry point: exit status 1 where a point broke off."""
     arguments = _arguments()
     if not torch.cuda.is_available():
         raise SystemExit("no GPU: this benchmark measures a GPU and nothing else")
@@ -67,21 +70,28 @@ def main() -> None:
         kv_dtype=choose_kv_dtype(arguments.kv_cache_dtype, _DTYPE, device),
         compiles=arguments.compile,
     )
-    report.figures["copy_gb_s"] = ceilings.copy / 1e9
-    report.figures["read_gb_s"] = ceilings.read / 1e9
-    report.figures["matmul_tflop_s"] = ceilings.matmul / 1e12
+    figures = Figures(written_to(report, arguments.json))
+    figures.add(
+        copy_gb_s=ceilings.copy / 1e9,
+        read_gb_s=ceilings.read / 1e9,
+        matmul_tflop_s=ceilings.matmul / 1e12,
+        failed=0.0,
+    )
     for name in arguments.shapes:
-        measure_shape(name, setup, ceilings, report, deadline_s)
-        torch.cuda.empty_cache()
+        if time.monotonic() > deadline_s:
+            print(f"{name}: left out, the time is up", flush=True)
+            continue
+        with figures.point(name):
+            torch.cuda.empty_cache()  # what the shape before it held
+            measure_shape(name, setup, ceilings, figures, deadline_s)
     for figure, value in sorted(report.figures.items()):
         print(f"{figure:56} {value:12.4f}")
-    if arguments.json:
-        report.write(arguments.json)
+    sys.exit(1 if figures.failed else 0)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--json", type=Path, help="write the report here, after every point")
     parser.add_argument("--shapes", nargs="+", choices=GPU_SHAPES, default=list(GPU_SHAPES))
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto")
     parser.add_argument("--deterministic", action="store_true", help="as `engine.deterministic`")
@@ -100,18 +110,18 @@ class Setup:
 
 
 def measure_shape(
-    name: str, setup: Setup, ceilings: Ceilings, report: Report, deadline_s: float
+    name: str, setup: Setup, ceilings: Ceilings, figures: Figures, deadline_s: float
 ) -> None:
-    """Verifies and measures one shape on a GPU; adds to the report's figures.
+    """Verifies and measures one shape on a GPU; returns early once it is later than `deadline_s`.
 
     Raises:
-        SystemExit: A kernel is not right.
+        WrongKernelError: A kernel is not right.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     shape, kv_dtype = GPU_SHAPES[name], setup.kv_dtype
     case = Case(shape=shape, device=device, dtype=_DTYPE, block_tokens=BLOCK_TOKENS)
-    for kernel, error in verify(setup.kernels, case).items():
-        report.figures[f"error_{kernel}_{name}"] = error
+    errors = verify(setup.kernels, case)
+    figures.add(**{f"error_{kernel}_{name}": error for kernel, error in errors.items()})
     longest, most_rows = max(*CONTEXTS, *PROMPTS), max(BATCHES)
     model = random_decoder(shape, setup.kernels, device, _DTYPE, longest, kv_dtype)
     if setup.compiles:
@@ -130,11 +140,10 @@ def measure_shape(
     )
     for point, work in points(bench, name):
         if time.monotonic() > deadline_s:
-            print(f"{point}: left out, the time is up")
-            continue
-        figures = work()
-        report.figures |= {f"{point}_{what}": value for what, value in figures.items()}
-        print(point, {what: round(value, 3) for what, value in figures.items()}, flush=True)
+            print(f"{point} and what follows it: left out, the time is up", flush=True)
+            return
+        with figures.point(point):
+            figures.add(**{f"{point}_{what}": value for what, value in work().items()})
 
 
 def _num_blocks(shape: GpuShape, kv_dtype: torch.dtype, most_tokens: int) -> int:

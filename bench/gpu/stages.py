@@ -4,16 +4,13 @@ Every figure is appended to FILE as a line of JSON the moment it is known,
 so that what a later point breaks is not lost.
 """
 
-import json
 import multiprocessing
 import os
 import random
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +27,7 @@ from baton_engine.models.inputs import InputBuilder
 from baton_engine.models.prepare import prepare_decoder
 from baton_engine.scheduling.plan import Row
 from baton_engine.scheduling.request import Request
+from bench.gpu.figures import Figures, appended_to
 from bench.gpu.loop import arena_for, run_loop
 from bench.gpu.models import Ceilings, GpuShape, random_decoder
 from bench.gpu.place import Place, find_place
@@ -42,37 +40,6 @@ _MOST_CHUNK_TOKENS = 64
 _BEYOND_32_BITS = 1 << 31
 _SMALL_SHARE = 0.1
 """Of the scores' spread: how far below the best a token may be that is drawn in 16 bits."""
-
-
-@dataclass(slots=True)
-class Figures:
-    """The figures of one stage.
-
-    Attributes:
-        file: Where they are appended.
-        failed: Points that broke off.
-    """
-
-    file: Path
-    failed: int = 0
-
-    def add(self, **figures: float) -> None:
-        """Notes figures for good."""
-        with self.file.open("a") as file:
-            file.write(json.dumps(figures) + "\n")
-        print("  ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
-
-    @contextmanager
-    def point(self, name: str) -> Iterator[None]:
-        """One thing to find out: if it breaks off, the next one is tried all the same."""
-        begin_s = time.perf_counter()
-        try:
-            yield
-        except Exception:  # noqa: BLE001 - whatever it was, the other points have not been tried yet
-            self.failed += 1
-            print(f"{name} broke off:", flush=True)
-            traceback.print_exc(file=sys.stdout)
-        print(f"    {name}: {time.perf_counter() - begin_s:.1f} s", flush=True)
 
 
 def ceilings(place: Place, figures: Figures) -> None:
@@ -412,7 +379,7 @@ def main() -> None:
     """Entry point: the stage's exit status is 1 where one of its points broke off."""
     name, file = sys.argv[1:]
     place = find_place()
-    figures = Figures(Path(file))
+    figures = Figures(appended_to(Path(file)), counted_as=f"{name}_points_failed")
     STAGES[name](place, figures)
     sys.exit(1 if figures.failed else 0)
 

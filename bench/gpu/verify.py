@@ -23,6 +23,10 @@ _WINDOW = 100
 _EPS = 1e-5
 
 
+class WrongKernelError(Exception):
+    """A kernel does not give what it has to."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """What the kernels are held against float64 over.
@@ -50,7 +54,7 @@ def verify(kernels: KernelSet, case: Case) -> dict[str, float]:
     """The largest error of each kernel.
 
     Raises:
-        SystemExit: One of them is above `TOLERANCE`, or is not a number; says which.
+        WrongKernelError: One of them is above `TOLERANCE`, or is not a number; says which.
             Or a row's bits depend on others where they must not.
     """
     errors = attention_errors(kernels, case) | token_errors(kernels, case)
@@ -58,7 +62,7 @@ def verify(kernels: KernelSet, case: Case) -> dict[str, float]:
         errors |= _product_errors(kernels, case)
     wrong = wrong_ones(errors, case.dtype)
     if wrong:
-        raise SystemExit(f"kernels that are not right are not timed: {wrong}")
+        raise WrongKernelError(f"kernels that are not right are not timed: {wrong}")
     return errors
 
 
@@ -143,7 +147,7 @@ def _product_errors(kernels: BatchInvariant, case: Case) -> dict[str, float]:
         together = kernels.linear(x, weight, None)
         for row in (0, x.shape[0] // 2, x.shape[0] - 1):
             if not torch.equal(kernels.linear(x[row : row + 1], weight, None)[0], together[row]):
-                raise SystemExit(f"linear: the bits of row {row} depend on the others")
+                raise WrongKernelError(f"linear: the bits of row {row} depend on the others")
         errors[name] = _worst(together, x.double() @ weight.double().t())
     return errors
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu.stages import Figures
+from bench.gpu.figures import Figures, appended_to
 from bench.gpu_day import Day
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,10 +86,11 @@ def broken() -> None:
 
 
 def test_a_point_that_breaks_off_is_counted_and_the_next_one_is_tried(tmp_path: Path) -> None:
-    figures = Figures(tmp_path / "figures.jsonl")
+    figures = Figures(appended_to(tmp_path / "figures.jsonl"), counted_as="steps_points_failed")
     with figures.point("broken"):
         broken()
     with figures.point("whole"):
         figures.add(whole=1.0)
     assert figures.failed == 1
-    assert json.loads((tmp_path / "figures.jsonl").read_text()) == {"whole": 1.0}
+    lines = (tmp_path / "figures.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"steps_points_failed": 1.0}, {"whole": 1.0}]

@@ -1,9 +1,13 @@
 """The GPU benchmark's arithmetic and its way through the engine, in miniature on a CPU: twins for kernels, no clock."""
 
+import itertools
+import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
@@ -11,9 +15,10 @@ import torch
 
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.reference import ReferenceKernels, linear_by_row
+from bench import gpu_roofline
 from bench.gpu.models import GPU_SHAPES, Ceilings, GpuShape, random_decoder
 from bench.gpu.points import IN_FLIGHT, ModelBench
-from bench.gpu.verify import Case, verify
+from bench.gpu.verify import Case, WrongKernelError, verify
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -151,7 +156,7 @@ def test_one_key_that_is_left_out_of_one_row_is_an_error():
             batch = replace(batch, context_lens=shorter)
             return super().paged_attention(query, pages, batch, scale, window, scales)
 
-    with pytest.raises(SystemExit, match="attention"):
+    with pytest.raises(WrongKernelError, match="attention"):
         verify(Forgetful(), CASE)
 
 
@@ -160,7 +165,7 @@ def test_a_kernel_that_is_wrong_is_not_timed():
         def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
             return super().silu_mul(x) * 1.1
 
-    with pytest.raises(SystemExit, match="silu_mul"):
+    with pytest.raises(WrongKernelError, match="silu_mul"):
         verify(Wrong(), CASE)
 
 
@@ -179,7 +184,7 @@ def test_products_that_are_to_keep_rows_apart_and_do_not_are_not_timed():
             return linear_by_row(x + x.sum() * 1e-6, weight, bias, out_dtype)
 
     assert verify(Apart(), CASE)["linear"] < 1e-6
-    with pytest.raises(SystemExit, match="depend on the others"):
+    with pytest.raises(WrongKernelError, match="depend on the others"):
         verify(Mixed(), CASE)
 
 
@@ -189,3 +194,112 @@ def test_without_a_gpu_it_says_so():
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert answer.returncode == 1
     assert answer.stderr.strip() == "no GPU: this benchmark measures a GPU and nothing else"
+
+
+class Run:
+    """The benchmark with stand-ins for what only a GPU can do: every shape is a tiny one of two points."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.file = folder / "report.json"
+        self.works: dict[str, Callable[[], dict[str, float]]] = {}
+        self.verified: list[int] = []
+        self.written: list[set[str]] = []
+        for name in ("is_available", "current_device", "get_device_name", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda: 1)
+        stand_ins: dict[str, Callable[..., object]] = {
+            **dict.fromkeys(("copy_rate", "read_rate", "matmul_rate"), lambda *_: 1e12),
+            "CudaTimer": OneSecond,
+            "CudaGraphs": Again,
+            "select_kernels": lambda *_, **__: ReferenceKernels(),
+            "choose_kv_dtype": lambda *_: torch.float32,
+            "verify": self._verify,
+            "random_decoder": lambda *_: None,
+            "_num_blocks": lambda *_: 1,
+            "ModelBench": lambda *_, **__: None,
+            "points": self._points,
+        }
+        for name, stand_in in stand_ins.items():
+            monkeypatch.setattr(gpu_roofline, name, stand_in)
+        monkeypatch.setattr(sys, "argv", ["gpu_roofline", "--json", str(self.file)])
+
+    def main(self) -> int:
+        with pytest.raises(SystemExit) as ended:
+            gpu_roofline.main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code
+
+    @property
+    def figures(self) -> dict[str, float]:
+        figures: dict[str, float] = json.loads(self.file.read_text())["figures"]
+        return figures
+
+    def _verify(self, kernels: ReferenceKernels, case: Case) -> dict[str, float]:
+        self.verified.append(case.shape.hidden)
+        return {}
+
+    def _points(self, bench: None, name: str) -> Iterator[gpu_roofline.Point]:
+        for point in (f"decode_{name}", f"prefill_{name}"):
+            yield point, lambda point=point: self._work(point)  # type: ignore[misc]
+
+    def _work(self, point: str) -> dict[str, float]:
+        self.written.append(set(self.figures))
+        return self.works.get(point, lambda: {"fraction": 0.5})()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(tmp_path, monkeypatch)
+
+
+POINTS = [f"{kind}_{shape}_fraction" for shape in GPU_SHAPES for kind in ("decode", "prefill")]
+
+
+def no_memory() -> dict[str, float]:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_the_report_is_written_before_the_next_point_is_measured(run):
+    assert run.main() == 0
+    assert {*POINTS} < set(run.figures)
+    assert run.figures["failed"] == 0
+    for measured, written in enumerate(run.written):
+        assert {*POINTS[:measured]} == written & {*POINTS}
+
+
+def test_a_point_without_memory_costs_its_own_figures_only(run):
+    run.works["decode_qwen7b"] = no_memory
+    assert run.main() == 1
+    assert {*POINTS} - set(run.figures) == {"decode_qwen7b_fraction"}
+    assert run.figures["failed"] == 1
+
+
+def test_a_shape_whose_kernels_are_wrong_costs_its_own_figures_only(run, monkeypatch):
+    def wrong(kernels: ReferenceKernels, case: Case) -> dict[str, float]:
+        if case.shape == GPU_SHAPES["llama8b"]:
+            raise WrongKernelError("attention")
+        return {}
+
+    monkeypatch.setattr(gpu_roofline, "verify", wrong)
+    assert run.main() == 1
+    assert {*POINTS} & set(run.figures) == {*POINTS[2:]}
+    assert run.figures["failed"] == 1
+
+
+def test_once_the_time_is_up_no_shape_is_begun(run, monkeypatch):
+    """The clock goes on by 200 s whenever it is looked at, and 540 s are given:
+    the first shape's first point is the last thing that begins.
+    """
+    clock = itertools.count(0, 200)
+    monkeypatch.setattr(gpu_roofline, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert run.main() == 0
+    assert len(run.verified) == 1
+    assert {*POINTS} & set(run.figures) == {POINTS[0]}
+
+
+def test_a_report_that_cannot_be_written_ends_nothing(run, capsys):
+    run.file.mkdir()
+    run._work = lambda point: {"fraction": 0.5}
+    assert run.main() == 0
+    shown = capsys.readouterr().out
+    assert "the report cannot be written" in shown
+    assert all(point in shown for point in POINTS)
