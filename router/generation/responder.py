@@ -281,18 +281,19 @@ def _parts(batch: list[Delta]) -> list[list[Delta]]:
 
 
 def _cut(delta: Delta) -> Iterator[Delta]:
-    """What a choice gained as several deltas, if it is much: the text with the first of its tokens,
+    """What a choice gained as several deltas, if it is much: the text and its marks with the first of its tokens,
     its end with the last.
     """
-    text, last = delta.text, max(1, len(delta.logged)) - 1
+    text, marks, last = delta.text, delta.marks, max(1, len(delta.logged)) - 1
     for begin in range(0, last + 1, _LOGGED_AT_ONCE):
         end = begin + _LOGGED_AT_ONCE
         if end > last:
             rest = delta.tokens[begin:], delta.logged[begin:]
-            yield Delta(delta.index, text, *rest, delta.finish, delta.stop, delta.marks)
+            yield Delta(delta.index, text, *rest, delta.finish, delta.stop, marks)
         else:
-            yield Delta(delta.index, text, delta.tokens[begin:end], delta.logged[begin:end])
-        text = ""
+            some = delta.tokens[begin:end], delta.logged[begin:end]
+            yield Delta(delta.index, text, *some, marks=marks)
+        text, marks = "", []
 
 
 def _deltas(runs: Sequence[GenerationRun]) -> AsyncGenerator[list[Delta], None]:

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.generation import FinishReason, TokenSample
+from baton.generation import FinishReason, TokenLogprobs, TokenSample
 from baton.pretrained import PretrainedTokenizer
 from router.generation.answer_form import CallableTools
 from router.generation.generation_run import Choice, Delta, MarkedTokens, keep
 from router.generation.parsed_choice import ParsedChoice
+from router.generation.responder import _parts
 from router.openai.requests import ChatCompletionRequest
 from router.parsing.output_format import OutputFormat, ToolSchema, detect_format
 from router.text.stop_strings import StopStrings
@@ -30,6 +31,8 @@ TEXT = (
     'hmé</think>\n\nWell:\n<tool_call>\n{"name": "now", "arguments": {"x": "<y>é"}}\n</tool_call>'
 )
 
+LOGPROBS = TokenLogprobs(logprob=-0.5, rank=1)
+
 
 @pytest.fixture(scope="module", params=[True, False], ids=["special", "added"])
 def tokenizer(request: pytest.FixtureRequest):
@@ -45,9 +48,13 @@ def made_format(tokenizer: Tokenizer) -> OutputFormat:
 
 
 def deltas(
-    tokenizer: Tokenizer, text: str, taken_after: Sequence[int], stop: Sequence[str] = ()
+    tokenizer: Tokenizer,
+    text: str,
+    taken_after: Sequence[int],
+    stop: Sequence[str] = (),
+    logprobs: TokenLogprobs | None = None,
 ) -> tuple[list[Delta], Choice]:
-    """What a choice gains that draws the text, looked at after some of its tokens."""
+    """What a choice gains that draws the text, looked at after some of its tokens, each with these `logprobs`."""
     found = made_format(tokenizer)
     body = ChatCompletionRequest.model_validate(
         {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -64,7 +71,7 @@ def deltas(
     gained: list[Delta] = []
     for place, token in enumerate([*ids, token_id(tokenizer.backend, END)]):
         finish = FinishReason.STOP if place == len(ids) else None
-        choice.push(TokenSample(sample=0, token=token, finish=finish))
+        choice.push(TokenSample(sample=0, token=token, finish=finish, logprobs=logprobs))
         if (place in taken_after or choice.finished) and (delta := choice.take()) is not None:
             gained.append(delta)
         if choice.finished:
@@ -77,16 +84,21 @@ def parsed(tokenizer: Tokenizer, gained: Sequence[Delta]) -> Said:
     return said([event for delta in gained for event in choice.push(delta)])
 
 
-@given(taken=st.lists(st.integers(0, 120), max_size=40), kept=st.booleans())
+@given(
+    taken=st.lists(st.integers(0, 120), max_size=40),
+    kept=st.booleans(),
+    logprobs=st.sampled_from([None, LOGPROBS]),
+)
 def test_what_is_said_does_not_depend_on_when_it_is_taken(
-    tokenizer: Tokenizer, taken: list[int], kept: bool
+    tokenizer: Tokenizer, taken: list[int], kept: bool, logprobs: TokenLogprobs | None
 ) -> None:
-    gained, choice = deltas(tokenizer, TEXT, taken)
+    gained, choice = deltas(tokenizer, TEXT, taken, logprobs=logprobs)
     if kept:
         whole: list[Delta] = []
         for delta in gained:
             keep(whole, delta)
         gained = whole
+    gained = [delta for batch in gained for part in _parts([batch]) for delta in part]
     found = parsed(tokenizer, gained)
     assert (found.reasoning, found.content) == ("hmé", "\n\nWell:")
     assert found.calls == [("now", '{"x": "<y>é"}')]
