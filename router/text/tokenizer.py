@@ -167,14 +167,19 @@ class Tokenizer:
         return "".join([text async for text in self.decode_pieces(token_ids)])
 
     async def decode_pieces(self, token_ids: Sequence[int]) -> AsyncGenerator[str, None]:
-        """The same in pieces, each of whole characters. Some tokens are decoded at a time: the Rust decoder keeps every
-        thread of this process waiting.
+        """The same in pieces, each of whole characters. Some tokens are decoded at a time, since the Rust decoder keeps
+        every thread of this process waiting; lists of more take turns, so that however many there are, one step is
+        taken before the event loop runs again. A list of one step waits for none of them.
         """
         decoder = Detokenizer(self.backend, frozenset())
-        async with self._decoding:
-            for begin in range(0, len(token_ids), _DECODED_AT_ONCE):
-                yield decoder.push_all(token_ids[begin : begin + _DECODED_AT_ONCE])
+        if len(token_ids) <= _DECODED_AT_ONCE:
+            yield decoder.push_all(token_ids) + decoder.finish()
+            return
+        for begin in range(0, len(token_ids), _DECODED_AT_ONCE):
+            async with self._decoding:
+                text = decoder.push_all(token_ids[begin : begin + _DECODED_AT_ONCE])
                 await asyncio.sleep(0)
+            yield text
         yield decoder.finish()
 
     def decoder(self, *, skip_special: bool = True) -> TokenDecoder:

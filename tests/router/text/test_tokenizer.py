@@ -16,6 +16,7 @@ from router.templates.renderer import Conversation
 from router.text.tokenizer import Tokenizer
 from tests.router.served import tiny_tokenizer
 from tests.router.text.tiny_tokenizers import byte_fallback, byte_level, save, token_id
+from tests.waits import soon
 
 _USER = Conversation(messages=[{"role": "user", "content": "hello"}])
 
@@ -170,17 +171,33 @@ async def test_tokens_decoded_some_at_a_time_are_the_text_of_all_of_them(make, m
     tokenizer.close()
 
 
-async def test_the_loop_runs_while_many_tokens_are_decoded_and_a_second_list_waits(monkeypatch):
+async def test_lists_of_many_tokens_take_turns_and_the_loop_runs_after_each_step(monkeypatch):
     monkeypatch.setattr("router.text.tokenizer._DECODED_AT_ONCE", 10)
     tokenizer = tiny_tokenizer()
-    first, second = (asyncio.ensure_future(tokenizer.decode([7] * 1000)) for _ in "12")
-    turns = 0
-    while not first.done():
-        turns += 1
-        assert not second.done()
+    steps: list[str] = []
+
+    async def decode(name: str, count: int) -> None:
+        async for text in tokenizer.decode_pieces([7] * count):
+            if text:
+                steps.append(name)  # noqa: PERF401  # seen while they are decoded
+
+    lists = [asyncio.ensure_future(decode("a", 1000)), asyncio.ensure_future(decode("b", 50))]
+    while not all(decoding.done() for decoding in lists):
+        before = len(steps)
         await asyncio.sleep(0)
-    assert turns >= 100
-    assert await second == await first
+        assert len(steps) <= before + 1
+    assert "".join(steps) == "ab" * 5 + "a" * 95
+    tokenizer.close()
+
+
+async def test_a_few_tokens_are_decoded_without_waiting_for_many(monkeypatch):
+    monkeypatch.setattr("router.text.tokenizer._DECODED_AT_ONCE", 10)
+    tokenizer = tiny_tokenizer()
+    many = asyncio.ensure_future(tokenizer.decode([7] * 1000))
+    await asyncio.sleep(0)
+    assert await soon(tokenizer.decode([7] * 10)) == tokenizer.backend.decode([7] * 10)
+    assert not many.done()
+    await soon(many)
     tokenizer.close()
 
 
