@@ -53,7 +53,9 @@ def keyword_arguments(
         return None
     if not isinstance(required, list) or not set(parameters) <= _SAYS_NO_MORE:
         return None
-    if any(name not in properties for name in required) or not _refers_to_shared(properties):
+    if not all(isinstance(name, str) and name in properties for name in required):
+        return None
+    if not _refers_to_shared(properties):
         return None
     shared = {key: parameters[key] for key in _SHARED if key in parameters}
     found: list[KeywordArgument] = []

@@ -9,6 +9,7 @@ from baton.generation import FinishReason, Prompt
 from baton.hashing import chain_keys, root_key
 from baton.ids import BlockKey
 from router.openai.replies import ChatCompletion, ChatCompletionChunk
+from router.parsing.families import TOOL_FAMILIES
 from tests.router.known_workers import layout
 from tests.router.served import Served, events, serve
 
@@ -295,6 +296,18 @@ async def test_strict_tools_are_refused_where_calls_cannot_be_held(family: str) 
         assert family in error["message"]
         reply = await served.chat(tools=[strict], tool_choice="required")
         assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+@pytest.mark.parametrize("name", [["city"], {"city": 1}], ids=["list", "object"])
+async def test_a_schema_that_requires_what_is_no_name_is_refused(family: str, name: Any) -> None:
+    parameters = WEATHER["function"]["parameters"] | {"required": [name]}
+    tool = {"type": "function", "function": WEATHER["function"] | {"parameters": parameters}}
+    async with serve(tool_call_parser=family) as served:
+        reply = await served.chat(tools=[tool], tool_choice="required")
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, "tools")
+        assert error["message"].startswith("tools.weather.parameters")
 
 
 MADE = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}

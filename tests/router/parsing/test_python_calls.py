@@ -32,6 +32,8 @@ def test_each_argument_has_the_schemas_that_it_refers_to() -> None:
         {"properties": []},
         {"required": ["c"]},
         {"required": 1},
+        {"required": [["b"]]},
+        {"required": [{"b": 1}]},
         {"type": ["object", "null"]},
     ],
 )
