@@ -144,8 +144,8 @@ def create_app(
     _add_models(app, Models(catalog, created_s=int(time.time()), revision=settings.revision))
     _add_counting(
         app,
-        Tokenization(bodies, catalog, prompts, tokenizer),
-        TokenCounting(bodies, catalog, prompts),
+        Tokenization(bodies, catalog, prompts, tokenizer, metrics),
+        TokenCounting(bodies, catalog, prompts, metrics),
     )
     stored.install(app)
     operations.install(app, status, settings.version, registry)

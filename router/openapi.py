@@ -22,7 +22,7 @@ from router.anthropic.replies import (
     MessageStreamEvent,
 )
 from router.anthropic.requests import CountTokensRequest, MessagesRequest
-from router.http.errors import ErrorReply, error_responses
+from router.http.errors import CLIENT_CLOSED_REQUEST, ErrorReply, error_responses
 from router.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
 from router.openai.requests import (
     ChatCompletionRequest,
@@ -51,7 +51,6 @@ _EVENTS: dict[str, Any] = {
     "ResponseStreamEvent": ResponseStreamEvent,
     "MessageStreamEvent": MessageStreamEvent,
 }
-_CLIENT_GONE = 499
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class EndpointDescription:
     responses: dict[int | str, dict[str, Any]]
 
 
-_REFUSALS = sorted({row.http for row in DISPOSITIONS.values()} - {_CLIENT_GONE})
+_REFUSALS = sorted({row.http for row in DISPOSITIONS.values()} - {CLIENT_CLOSED_REQUEST})
 ERRORS = error_responses(*_REFUSALS)
 
 

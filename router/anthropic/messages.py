@@ -37,7 +37,7 @@ from router.http.account import account_of
 from router.http.body import BodyReader
 from router.http.errors import anthropic_error
 from router.http.fields import JsonObject
-from router.http.streaming import json_text, model_event, named_event
+from router.http.streaming import json_text, model_event, named_event, while_connected
 from router.parsing.events import (
     ContentText,
     ReasoningText,
@@ -46,6 +46,7 @@ from router.parsing.events import (
 )
 from router.parsing.output_format import OutputFormat
 from router.ports import Timing
+from router.telemetry.metrics import RouterMetrics
 
 _DELTAS: dict[type[MessageContent], bytes] = {
     TextContent: b'{"type":"text_delta","text":%b}',
@@ -62,19 +63,29 @@ class TokenCounting:
         bodies: Reads what was sent.
         catalog: The served model.
         prompts: Makes token ids of what was sent.
+        metrics: Counts clients that go away.
     """
 
-    def __init__(self, bodies: BodyReader, catalog: ModelCatalog, prompts: PromptEncoder) -> None:
+    def __init__(
+        self,
+        bodies: BodyReader,
+        catalog: ModelCatalog,
+        prompts: PromptEncoder,
+        metrics: RouterMetrics,
+    ) -> None:
         self._bodies = bodies
         self._catalog = catalog
         self._prompts = prompts
+        self._metrics = metrics
 
     async def __call__(self, request: Request) -> CountedTokens:
         """Counts the tokens of one."""
         body = await self._bodies.read(request, CountTokensRequest)
+        tenant = account_of(request).tenant
         self._catalog.require_name(body.model, account_of(request))
         model = await self._catalog.require_model()
-        tokens = await self._prompts.count(body.as_conversation(), model)
+        counting = self._prompts.count(body.as_conversation(), model, tenant.tenant_id)
+        tokens = await while_connected(request.receive, counting, self._metrics.client_gone)
         return CountedTokens(input_tokens=len(tokens))
 
 

@@ -61,7 +61,7 @@ class ConversationEndpoint(Generic[_Body]):
         context = await self._planner.accept(request, body, self._id_prefix)
         conversation = self._conversation_of(body)
         context, prompt = await self._planner.check_form_beside(
-            context, body, partial(self._prompts.of_conversation, conversation, context)
+            request, context, body, partial(self._prompts.of_conversation, conversation, context)
         )
         if body.tells_reasoning:
             end = await self._prompts.end_of(prompt)

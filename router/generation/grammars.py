@@ -7,8 +7,8 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from math import ceil
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from baton.grammar import parser_limits, reason_of
 from router.generation.answer_form import AnswerForm, Grammar, StructuralTag, grammar_of
 from router.generation.json_schema import SchemaPart, checked_parts
 from router.limits.local import BucketSize, TokenBucket
+from router.tenants.fair_threads import FairThreads
 
 _MAX_LOOKED_AT = 64
 _FORGET_ABOVE = 1024
@@ -39,12 +40,10 @@ class _Tenant:
 
     Attributes:
         num_checking: Grammars that are checked or wait for it.
-        turn: Held by the one that is with the threads.
         time_left: Seconds of a processor; below 0 after a check that took more.
     """
 
     num_checking: int = 0
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     time_left: TokenBucket = field(default_factory=TokenBucket)
 
 
@@ -95,8 +94,8 @@ class GrammarCheck:
 class GrammarChecker:
     """Makes grammars of the forms that clients ask for, and checks each once.
 
-    Of each tenant one at a time is with the threads, so that nobody waits for more than one grammar of each other
-    tenant; and each tenant pays with its own time, also for what is refused or given up by its client.
+    Tenants take turns at the threads; and each pays with its own time, also for what is refused or given up by its
+    client.
 
     Args:
         config: What they may cost.
@@ -123,7 +122,7 @@ class GrammarChecker:
         self._allowance = BucketSize(rate_per_s=per_minute / 60, capacity=per_minute)
         self._clock = clock or MonotonicClock()
         self._checks: set[asyncio.Task[str | InvalidRequestError]] = set()
-        self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="grammar")
+        self._threads = FairThreads(config.threads, "grammar")
         self._outcomes = Metric(
             "baton_router_grammars",
             "Grammars of requests: known, checked and taken, or refused.",
@@ -162,14 +161,14 @@ class GrammarChecker:
             return GrammarCheck(known=text)
         tenant = self._admitted(form, tenant_id)
         # A task of its own: a client that goes away does not keep its tenant from paying.
-        check = asyncio.create_task(self._check_in_turn(tenant, form, digest))
+        check = asyncio.create_task(self._check_in_turn(tenant_id, tenant, form, digest))
         self._checks.add(check)
         check.add_done_callback(self._checks.discard)
         return GrammarCheck(check=check)
 
     def close(self) -> None:
         """Ends the threads."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
 
     def _admitted(self, form: AnswerForm, tenant_id: str) -> _Tenant:
         """The tenant, if it may have another grammar checked."""
@@ -201,12 +200,10 @@ class GrammarChecker:
         return tenant
 
     async def _check_in_turn(
-        self, tenant: _Tenant, form: AnswerForm, digest: bytes
+        self, tenant_id: str, tenant: _Tenant, form: AnswerForm, digest: bytes
     ) -> str | InvalidRequestError:
-        loop = asyncio.get_running_loop()
         try:
-            async with tenant.turn:
-                outcome, seconds = await loop.run_in_executor(self._pool, self._made, form)
+            outcome, seconds = await self._threads.run(tenant_id, partial(self._made, form))
             tenant.time_left.give_back(-seconds, self._allowance, self._clock.now_s())
         finally:
             tenant.num_checking -= 1

@@ -25,6 +25,7 @@ from router.generation.model_limits import check_vocabulary
 from router.generation.sampling import SamplingBody, SamplingDefaults, sampling_params
 from router.http.account import RequestAccount, account_of
 from router.http.fields import MAX_PROMPT_LOGPROBS, JsonObject
+from router.http.streaming import while_connected
 from router.parsing.output_format import OutputFormat
 from router.ports import GenerationRequest, Generator, ServedModel
 from router.slo import Slo, SloClasses
@@ -126,22 +127,28 @@ class RequestPlanner:
 
     async def check_form_beside(
         self,
+        request: Request,
         context: RequestContext,
         body: SamplingBody,
         encode: Callable[[], Coroutine[Any, Any, _T]],
     ) -> tuple[RequestContext, _T]:
         """Has the form that the answer must have checked while `encode` makes token ids of the prompt; a form that is
-        known, or refused without a look at it, is so before that begins.
+        known, or refused without a look at it, is so before that begins. `encode` is cancelled when the client goes
+        away.
 
         Returns:
             The context with the form's grammar, and what `encode` returns.
 
-        Raises: As `behind_prompt`, and as `encode`; where both fail, what is wrong with the form.
+        Raises:
+            ClientGoneError: The client went away; `encode` has ended.
+            BatonError: As `behind_prompt`, and as `encode`; where both fail, what is wrong with the form.
         """
         tenant = context.account.tenant
         with self._metrics.counting_refusals(tenant.tenant_class):
             check = self._grammars.begin(body.answer_form, tenant.tenant_id)
-        grammar, encoded = await check.text_beside(encode)
+        grammar, encoded = await while_connected(
+            request.receive, check.text_beside(encode), self._metrics.client_gone
+        )
         return replace(context, grammar=grammar), encoded
 
     async def behind_prompt(

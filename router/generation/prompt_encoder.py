@@ -4,6 +4,7 @@ and a middle to be filled in.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from baton.errors import InvalidRequestError, UnsupportedParameterError
 from baton.tokens import PackedTokens
@@ -14,6 +15,7 @@ from router.guardrails.chain import GuardChain
 from router.http.fields import MAX_BAD_WORD_TOKENS
 from router.ports import ServedModel
 from router.templates.renderer import Conversation
+from router.tenants.tenant import TenantId
 from router.text.tokenizer import Tokenizer
 
 _END_TOKENS = 8
@@ -54,9 +56,15 @@ class PromptEncoder:
         passed = await checked_messages(
             conversation.messages, self._guards, context.account, conversation.param
         )
-        return await self.count(replace(conversation, messages=passed), context.model)
+        return await self.count(
+            replace(conversation, messages=passed),
+            context.model,
+            context.account.tenant.tenant_id,
+        )
 
-    async def count(self, conversation: Conversation, model: ServedModel) -> PackedTokens:
+    async def count(
+        self, conversation: Conversation, model: ServedModel, tenant_id: TenantId
+    ) -> PackedTokens:
         """The same without guardrails, to count or show them: nothing is generated.
 
         Raises:
@@ -64,7 +72,7 @@ class PromptEncoder:
             InvalidRequestError: The chat template refuses it.
         """
         check_messages(conversation.messages, model, self._tokenizer, conversation.param)
-        return await self._tokenizer.encode_chat(conversation)
+        return await self._tokenizer.encode_chat(conversation, tenant_id=tenant_id)
 
     async def of_prompts(
         self,
@@ -84,8 +92,11 @@ class PromptEncoder:
         for prompt in prompts:
             if isinstance(prompt, str):
                 check_text(prompt, context.model, self._tokenizer, "prompt")
+        tenant_id = context.account.tenant.tenant_id
         return [
-            await self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            await self._tokenizer.encode(
+                prompt, tenant_id=tenant_id, add_special_tokens=add_special_tokens
+            )
             if isinstance(prompt, str)
             else prompt
             for prompt in await self._guarded(prompts, context)
@@ -110,9 +121,10 @@ class PromptEncoder:
             raise UnsupportedParameterError(
                 "suffix: this model was not made to fill in a middle.", param="suffix"
             )
-        begin = await self._tokenizer.encode("", add_special_tokens=add_special_tokens)
-        before_ids = await self._tokenizer.encode(before, add_special_tokens=False)
-        after_ids = await self._tokenizer.encode(after, add_special_tokens=False, param="suffix")
+        encode = partial(self._tokenizer.encode, tenant_id=context.account.tenant.tenant_id)
+        begin = await encode("", add_special_tokens=add_special_tokens)
+        before_ids = await encode(before, add_special_tokens=False)
+        after_ids = await encode(after, add_special_tokens=False, param="suffix")
         prefix, suffix_mark, middle = (PackedTokens.of((mark,)) for mark in marks)
         parts = (begin, prefix, before_ids, suffix_mark, after_ids, middle)
         return PackedTokens(b"".join(part.packed for part in parts))

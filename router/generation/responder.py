@@ -28,7 +28,6 @@ from router.generation.sampling import SamplingBody
 from router.guardrails.chain import GuardChain
 from router.http.account import RequestAccount
 from router.http.streaming import (
-    ClientGoneError,
     EventStream,
     json_reply,
     portions,
@@ -51,9 +50,6 @@ _LOGGED_AT_ONCE = 16
 """Tokens with log-probabilities, each perhaps with those of twenty others,
 that are written before the event loop runs again.
 """
-
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a reply whose client has gone; it only shows in metrics."""
 
 
 class ReplyWriter(Protocol):
@@ -187,6 +183,7 @@ class Responder:
 
         Raises:
             RateLimitedError: The tenant has not enough tokens left.
+            ClientGoneError: The client went away before a reply that is not streamed was there.
         """
         with self._metrics.counting_refusals(account.tenant.tenant_class):
             await account.charge(runs)
@@ -203,12 +200,9 @@ class Responder:
         if stream:
             pieces = _pieces(runs, deltas, writer, with_timing=with_timing, explain=explain)
             return EventStream(pieces, self._metrics.client_gone, writer.fault)
-        try:
-            choices = await while_connected(
-                request.receive, _collect(deltas), self._metrics.client_gone
-            )
-        except ClientGoneError:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        choices = await while_connected(
+            request.receive, _collect(deltas), self._metrics.client_gone
+        )
         reply = await writer.whole(choices, _timings(runs) if with_timing else [])
         headers = {} if explain is None else {EXPLANATION_HEADER: explain().decode()}
         return json_reply(reply, headers)

@@ -29,8 +29,15 @@ from router.http.fields import UNSUPPORTED
 RETRY_AFTER_S = 1
 """`Retry-After` where nothing better is known; a client backs off further by itself."""
 
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a reply whose client has gone; it only shows in metrics."""
+
 _log = get_logger(__name__)
 _JSON = "application/json"
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection: no reply can reach it."""
 
 
 class ErrorDetails(BaseModel):
@@ -140,6 +147,7 @@ def _item(location: tuple[int | str, ...]) -> str:
 def install(app: FastAPI) -> None:
     """Lets `app` answer all its errors in this shape."""
     app.add_exception_handler(BatonError, _on_baton_error)
+    app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_exception)
 
@@ -152,6 +160,10 @@ async def _on_baton_error(request: Request, error: Exception) -> Response:
             "a request failed", path=request.scope["path"], code=error.code, why=error.message
         )
     return error_response(error, request.scope["path"])
+
+
+async def _on_client_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -22,14 +22,10 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import BatonError
 from baton.telemetry.logs import get_logger
 from router.http.account import note_error
-from router.http.errors import error_body
+from router.http.errors import ClientGoneError, error_body
 
 _Result = TypeVar("_Result")
 _log = get_logger(__name__)
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection: no reply can reach it."""
 
 
 async def while_connected(

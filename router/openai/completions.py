@@ -78,7 +78,7 @@ class Completions:
         body = await self._bodies.read(request, CompletionRequest, parse_short=read_completion)
         context = await self._planner.accept(request, body, "cmpl")
         context, prompts = await self._planner.check_form_beside(
-            context, body, partial(self._token_ids, body, context)
+            request, context, body, partial(self._token_ids, body, context)
         )
         bad_words = await self._prompts.of_bad_words(body.bad_words or ())
         planned = self._planner.plan(context, body, prompts, bad_words)

@@ -14,7 +14,7 @@ from router.http.account import account_of
 from router.http.body import BodyReader
 from router.http.fields import MAX_PROMPT_TOKENS, Body, Tokens, refusal
 from router.http.known_fields import Api
-from router.http.streaming import json_array_pieces, json_reply, json_text
+from router.http.streaming import json_array_pieces, json_reply, json_text, while_connected
 from router.openai.conversation import (
     Messages,
     TemplateArguments,
@@ -22,7 +22,9 @@ from router.openai.conversation import (
     conversation_of,
 )
 from router.ports import ServedModel
+from router.telemetry.metrics import RouterMetrics
 from router.templates.renderer import Conversation
+from router.tenants.tenant import TenantId
 from router.text.tokenizer import Tokenizer
 
 _WRITTEN_AT_ONCE = 16_384
@@ -95,6 +97,7 @@ class Tokenization:
         catalog: The served model.
         prompts: Makes token ids of conversations.
         tokenizer: The served model's.
+        metrics: Counts clients that go away.
     """
 
     def __init__(
@@ -103,18 +106,25 @@ class Tokenization:
         catalog: ModelCatalog,
         prompts: PromptEncoder,
         tokenizer: Tokenizer,
+        metrics: RouterMetrics,
     ) -> None:
         self._bodies = bodies
         self._catalog = catalog
         self._prompts = prompts
         self._tokenizer = tokenizer
+        self._metrics = metrics
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt or a conversation."""
         body = await self._bodies.read(request, TokenizeRequest)
+        tenant = account_of(request).tenant
         self._catalog.require_name(body.model, account_of(request))
         model = await self._catalog.require_model()
-        tokens = await self._token_ids(body, model)
+        tokens = await while_connected(
+            request.receive,
+            self._token_ids(body, model, tenant.tenant_id),
+            self._metrics.client_gone,
+        )
         counts = Tokenized(count=len(tokens), max_model_len=model.max_model_len, tokens=[])
         head = counts.model_dump_json(include={"count", "max_model_len"}).encode()[:-1]
         listed = await json_array_pieces(tokens, _WRITTEN_AT_ONCE)
@@ -132,9 +142,13 @@ class Tokenization:
         written = [json_text(text)[1:-1] async for text in texts]
         return json_reply([b'{"prompt":"', *written, b'"}'])
 
-    async def _token_ids(self, body: TokenizeRequest, model: ServedModel) -> PackedTokens:
+    async def _token_ids(
+        self, body: TokenizeRequest, model: ServedModel, tenant_id: TenantId
+    ) -> PackedTokens:
         if body.prompt is not None:
             check_text(body.prompt, model, self._tokenizer, "prompt")
             special = body.add_special_tokens is not False
-            return await self._tokenizer.encode(body.prompt, add_special_tokens=special)
-        return await self._prompts.count(body.as_conversation(), model)
+            return await self._tokenizer.encode(
+                body.prompt, tenant_id=tenant_id, add_special_tokens=special
+            )
+        return await self._prompts.count(body.as_conversation(), model, tenant_id)

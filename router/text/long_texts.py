@@ -1,4 +1,4 @@
-"""Encodes long texts in a child process, one after the other.
+"""Encodes long texts in a child process, one after the other; tenants take turns.
 
 The `tokenizers` package makes of each token several objects of some 150 bytes together, frees them while it keeps every
 thread of the process waiting, and gives the ids out as so many Python numbers. Of a million tokens that is a tenth of a
@@ -7,8 +7,7 @@ router's: what comes back is four bytes per token. A child that has encoded a ve
 and its memory with it.
 """
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import tokenizers
 
@@ -16,6 +15,7 @@ from baton.errors import ChildEndedError, InvalidRequestError
 from baton.telemetry.logs import get_logger
 from baton.tokens import PackedTokens
 from router.templates.child import AskedProcess
+from router.tenants.fair_threads import FairThreads
 from router.text import encoding_child
 
 LONG_TEXT = 256 * 1024
@@ -49,24 +49,25 @@ class LongTextEncoder:
     ) -> None:
         self._memory_bytes = memory_bytes
         self._settings = memory_bytes.to_bytes(8, "little") + backend.to_str().encode()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long texts")
+        self._thread = FairThreads(1, "long texts")
         self._child: AskedProcess | None = None
 
-    async def encode(self, text: str, *, add_special_tokens: bool, param: str) -> PackedTokens:
-        """Token ids of `text`, which came in the field `param`.
+    async def encode(
+        self, text: str, *, tenant_id: str, add_special_tokens: bool, param: str
+    ) -> PackedTokens:
+        """Token ids of `text`, which came in the field `param` of a request of that tenant. If this is cancelled before
+        the text has its turn, it is not encoded.
 
         Raises:
             InvalidRequestError: It takes too long, or too much memory.
             UnavailableError: There is no process to encode it in.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._thread, self._encode, text, add_special_tokens, param
-        )
+        work = partial(self._encode, text, add_special_tokens, param)
+        return await self._thread.run(tenant_id, work)
 
     def close(self) -> None:
         """Ends the child; a text that is being encoded is finished first."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.close()
         self._end_child()
 
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> PackedTokens:

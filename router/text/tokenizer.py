@@ -114,9 +114,9 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool, param: str = "prompt"
+        self, text: str, *, tenant_id: str, add_special_tokens: bool, param: str = "prompt"
     ) -> PackedTokens:
-        """Token ids of `text`, which came in the field `param`.
+        """Token ids of `text`, which came in the field `param` of a request of that tenant.
         Special tokens written out in it become those tokens, as in vLLM.
 
         Raises:
@@ -125,7 +125,7 @@ class Tokenizer:
         """
         if len(text) > LONG_TEXT:
             return await self._long_texts.encode(
-                text, add_special_tokens=add_special_tokens, param=param
+                text, tenant_id=tenant_id, add_special_tokens=add_special_tokens, param=param
             )
         return await self._in_thread(lambda: self._encode(text, add_special_tokens))
 
@@ -136,8 +136,8 @@ class Tokenizer:
         )
         return [PackedTokens.of(encoding.ids) for encoding in encodings]
 
-    async def encode_chat(self, conversation: Conversation) -> PackedTokens:
-        """Token ids of a conversation, rendered by the model's chat template (`router.templates.renderer`).
+    async def encode_chat(self, conversation: Conversation, *, tenant_id: str) -> PackedTokens:
+        """Token ids of a tenant's conversation, rendered by the model's chat template (`router.templates.renderer`).
 
         Raises:
             InvalidRequestError: There is no template, it refuses these messages, or they take too much time or memory.
@@ -152,7 +152,9 @@ class Tokenizer:
         done = await self._in_thread(encoded)
         if isinstance(done, PackedTokens):
             return done
-        return await self.encode(done, add_special_tokens=special, param=conversation.param)
+        return await self.encode(
+            done, tenant_id=tenant_id, add_special_tokens=special, param=conversation.param
+        )
 
     async def decode_steps(self, token_ids: Sequence[int]) -> list[str]:
         """The text that each token adds to those before it; all together they are the text, without special tokens."""

@@ -1,6 +1,7 @@
 import asyncio
 import json
 from collections import Counter
+from typing import Any
 
 import httpx
 import openai
@@ -277,6 +278,45 @@ async def test_a_client_that_leaves_cancels_all_prompts_of_its_request():
             await anext(reply.aiter_raw())
         cancelled = {await soon(served.generator.cancelled.get()) for _ in range(3)}
         assert cancelled == {job.request_id for job in served.generator.requests}
+
+
+_ENCODED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": _HI},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": _HI, "max_tokens": 5},
+    "/v1/messages/count_tokens": {"messages": _HI},
+    "/tokenize": {"prompt": "hi"},
+}
+
+
+@pytest.mark.parametrize("path", _ENCODED)
+async def test_a_client_that_leaves_ends_the_encoding_of_its_prompt(
+    path: str, monkeypatch: pytest.MonkeyPatch
+):
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def encode(*_args: object, **_fields: object) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    body = {"model": MODEL, **_ENCODED[path]}
+    async with serve() as served:
+        monkeypatch.setattr(served.tokenizer, "encode", encode)
+        monkeypatch.setattr(served.tokenizer, "encode_chat", encode)
+        async with listening(served.app) as url, httpx.AsyncClient(timeout=None) as client:
+            asking = asyncio.create_task(client.post(url + path, json=body))
+            await soon(begun.wait())
+            asking.cancel()
+            await soon(asyncio.wait([asking]))
+            await soon(cancelled.wait())
+        assert served.metric("baton_client_disconnects_total") == 1
+        answered = {"route": path, "status": "499"}
+        assert served.metric("baton_http_requests_total", **answered) == 1
+        assert not served.generator.requests
 
 
 async def test_tokens_reach_the_client_while_the_rest_is_still_made():

@@ -24,7 +24,9 @@ ESCAPES = [
 async def test_a_template_cannot_leave_its_sandbox(template: str, tmp_path: Path):
     tokenizer = Tokenizer.load(save(byte_level(), tmp_path, chat_template=template))
     with pytest.raises(InvalidRequestError) as refused:
-        await tokenizer.encode_chat(Conversation(messages=[{"role": "user", "content": "hi"}]))
+        await tokenizer.encode_chat(
+            Conversation(messages=[{"role": "user", "content": "hi"}]), tenant_id="t"
+        )
     assert refused.value.param == "messages"
     tokenizer.close()
 
@@ -40,10 +42,10 @@ async def test_a_template_without_an_end_is_stopped_and_the_next_one_is_served(t
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match="takes too long"):
             await tokenizer.encode_chat(
-                Conversation(messages=[{"role": "user", "content": "loop"}])
+                Conversation(messages=[{"role": "user", "content": "loop"}]), tenant_id="t"
             )
         ids = await tokenizer.encode_chat(
-            Conversation(messages=[{"role": "user", "content": "hi"}])
+            Conversation(messages=[{"role": "user", "content": "hi"}]), tenant_id="t"
         )
         assert await tokenizer.decode(ids) == "hi"
     tokenizer.close()
@@ -53,9 +55,15 @@ async def test_a_template_that_makes_too_much_of_little_is_refused(tmp_path: Pat
     saved = save(byte_level(), tmp_path, chat_template="{{ messages[0]['content'] * 100 }}")
     tokenizer = Tokenizer.load(saved, max_chars=1000)
     with pytest.raises(InvalidRequestError, match="more than 1000 characters"):
-        await tokenizer.encode_chat(Conversation(messages=[{"role": "user", "content": "x" * 11}]))
+        await tokenizer.encode_chat(
+            Conversation(messages=[{"role": "user", "content": "x" * 11}]), tenant_id="t"
+        )
     assert (
-        len(await tokenizer.encode_chat(Conversation(messages=[{"role": "user", "content": "x"}])))
+        len(
+            await tokenizer.encode_chat(
+                Conversation(messages=[{"role": "user", "content": "x"}]), tenant_id="t"
+            )
+        )
         > 0
     )
     tokenizer.close()
@@ -138,7 +146,7 @@ async def test_the_event_loop_goes_on_while_a_single_step_of_a_template_does_not
     saved = save(byte_level(), tmp_path, chat_template=BOMBS[-1])
     tokenizer = Tokenizer.load(saved, template_s=1.0)
     said = Conversation(messages=[{"role": "user", "content": "hi"}], arguments=LARGE)
-    encoding = asyncio.ensure_future(tokenizer.encode_chat(said))
+    encoding = asyncio.ensure_future(tokenizer.encode_chat(said, tenant_id="t"))
     turns = 0
     while not encoding.done():
         await asyncio.sleep(0.02)
@@ -156,7 +164,9 @@ async def test_the_event_loop_goes_on_while_a_single_step_of_a_template_does_not
 async def test_a_template_that_fails_in_any_way_is_refused(template: str, tmp_path: Path):
     tokenizer = Tokenizer.load(save(byte_level(), tmp_path, chat_template=template))
     with pytest.raises(InvalidRequestError, match="refuses these messages"):
-        await tokenizer.encode_chat(Conversation(messages=[{"role": "user", "content": "hi"}]))
+        await tokenizer.encode_chat(
+            Conversation(messages=[{"role": "user", "content": "hi"}]), tenant_id="t"
+        )
     tokenizer.close()
 
 
@@ -171,7 +181,7 @@ async def test_a_template_cannot_come_among_its_arguments(name: str):
 async def test_template_code_in_a_message_is_only_text(tmp_path: Path):
     tokenizer = Tokenizer.load(save(byte_level(), tmp_path))
     ids = await tokenizer.encode_chat(
-        Conversation(messages=[{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}])
+        Conversation(messages=[{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}]), tenant_id="t"
     )
     assert "{{ 7 * 7 }}{% raw %}" in await tokenizer.decode(ids)
     tokenizer.close()

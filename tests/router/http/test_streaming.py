@@ -6,7 +6,8 @@ import pytest
 from starlette.types import Message
 
 from router.generation.generation_run import merged
-from router.http.streaming import ClientGoneError, EventStream, while_connected
+from router.http.errors import ClientGoneError
+from router.http.streaming import EventStream, while_connected
 from tests.waits import soon
 
 

@@ -28,18 +28,19 @@ def directory(tmp_path: Path) -> Path:
 
 async def test_a_conversation_becomes_the_tokens_of_the_rendered_template(directory: Path):
     tokenizer = Tokenizer.load(directory)
-    ids = await tokenizer.encode_chat(_USER)
+    ids = await tokenizer.encode_chat(_USER, tenant_id="t")
     text = "<|user|>hello<|end|><|assistant|>"
-    assert ids == await tokenizer.encode(text, add_special_tokens=False)
+    assert ids == await tokenizer.encode(text, tenant_id="t", add_special_tokens=False)
     assert ids[0] == token_id(tokenizer.backend, "<|user|>")
     tokenizer.close()
 
 
 async def test_the_generation_prompt_can_be_left_out(directory: Path):
     tokenizer = Tokenizer.load(directory)
-    with_prompt = await tokenizer.encode_chat(_USER)
+    with_prompt = await tokenizer.encode_chat(_USER, tenant_id="t")
     assert (
-        await tokenizer.encode_chat(replace(_USER, add_generation_prompt=False)) == with_prompt[:-1]
+        await tokenizer.encode_chat(replace(_USER, add_generation_prompt=False), tenant_id="t")
+        == with_prompt[:-1]
     )
     tokenizer.close()
 
@@ -47,10 +48,12 @@ async def test_the_generation_prompt_can_be_left_out(directory: Path):
 async def test_developer_is_system_for_a_template_that_knows_only_that(directory: Path):
     tokenizer = Tokenizer.load(directory)
     system = await tokenizer.encode_chat(
-        Conversation(messages=[{"role": "system", "content": "x"}])
+        Conversation(messages=[{"role": "system", "content": "x"}]), tenant_id="t"
     )
     assert (
-        await tokenizer.encode_chat(Conversation(messages=[{"role": "developer", "content": "x"}]))
+        await tokenizer.encode_chat(
+            Conversation(messages=[{"role": "developer", "content": "x"}]), tenant_id="t"
+        )
         == system
     )
     tokenizer.close()
@@ -59,7 +62,9 @@ async def test_developer_is_system_for_a_template_that_knows_only_that(directory
 async def test_a_template_that_refuses_is_the_clients_error(directory: Path):
     tokenizer = Tokenizer.load(directory)
     with pytest.raises(InvalidRequestError, match="no tools here") as caught:
-        await tokenizer.encode_chat(Conversation(messages=[{"role": "tool", "content": "x"}]))
+        await tokenizer.encode_chat(
+            Conversation(messages=[{"role": "tool", "content": "x"}]), tenant_id="t"
+        )
     assert caught.value.param == "messages"
     tokenizer.close()
 
@@ -67,7 +72,7 @@ async def test_a_template_that_refuses_is_the_clients_error(directory: Path):
 async def test_a_model_without_a_template_says_so(tmp_path: Path):
     tokenizer = Tokenizer.load(save(byte_level(), tmp_path, chat_template=None))
     with pytest.raises(InvalidRequestError, match="no chat template") as caught:
-        await tokenizer.encode_chat(_USER)
+        await tokenizer.encode_chat(_USER, tenant_id="t")
     assert caught.value.param == "messages"
     tokenizer.close()
 
@@ -78,10 +83,10 @@ async def test_special_tokens_are_added_only_where_asked(tmp_path: Path):
         single="<|system|> $A", special_tokens=[("<|system|>", token_id(backend, "<|system|>"))]
     )
     tokenizer = Tokenizer.load(save(backend, tmp_path))
-    plain = await tokenizer.encode("hi", add_special_tokens=False)
+    plain = await tokenizer.encode("hi", tenant_id="t", add_special_tokens=False)
     first = token_id(backend, "<|system|>")
-    assert await tokenizer.encode("hi", add_special_tokens=True) == (first, *plain)
-    assert first not in await tokenizer.encode_chat(_USER)
+    assert await tokenizer.encode("hi", tenant_id="t", add_special_tokens=True) == (first, *plain)
+    assert first not in await tokenizer.encode_chat(_USER, tenant_id="t")
     tokenizer.close()
 
 
@@ -89,14 +94,19 @@ async def test_truncation_stored_with_the_tokenizer_does_not_cut_prompts(tmp_pat
     backend = byte_level()
     backend.enable_truncation(4)
     tokenizer = Tokenizer.load(save(backend, tmp_path))
-    assert len(await tokenizer.encode("x y z " * 20, add_special_tokens=False)) > 4
+    assert len(await tokenizer.encode("x y z " * 20, tenant_id="t", add_special_tokens=False)) > 4
     tokenizer.close()
 
 
 async def test_decoding_gives_back_text_with_its_special_tokens(directory: Path):
     tokenizer = Tokenizer.load(directory)
     text = "<|user|>hello wörld 你"
-    assert await tokenizer.decode(await tokenizer.encode(text, add_special_tokens=False)) == text
+    assert (
+        await tokenizer.decode(
+            await tokenizer.encode(text, tenant_id="t", add_special_tokens=False)
+        )
+        == text
+    )
     tokenizer.close()
 
 
@@ -207,6 +217,6 @@ async def test_a_long_text_is_encoded_by_the_way_that_lets_other_threads_run():
     backend = tokenizer.backend
     tokenizer.backend = Mock(spec_set=["encode_batch_fast"])
     tokenizer.backend.encode_batch_fast = backend.encode_batch_fast
-    ids = await tokenizer.encode(text, add_special_tokens=True)
+    ids = await tokenizer.encode(text, tenant_id="t", add_special_tokens=True)
     assert ids == tuple(backend.encode(text, add_special_tokens=True).ids)
     tokenizer.close()
