@@ -8,7 +8,7 @@ waits, waits here, where it is ordered, bounded, and leaves at once with its cli
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import exp
 from typing import Protocol
 
@@ -37,6 +37,11 @@ _RATE_MIN_S = 0.5
 _RETURN_SPREAD = 1.5
 """Returns come this much further apart than requests are taken: others of the tenant, told nothing yet,
 come between them.
+"""
+
+_STALE_DEADLINES = 64
+"""Deadlines of requests that have left the queue, beyond as many as wait. To take each one out as its request leaves
+would cost more than to take out many at once.
 """
 
 _MAX_RETURN_DELAY_S = 60.0
@@ -112,7 +117,9 @@ class AdmissionController:
         self._admitted = AdmittedTotals()
         self._story = StoryLog("admission")
         self._deadlines: list[tuple[float, RequestId]] = []
-        """Of the queued requests, and of some that have left the queue."""
+        """Of the queued requests, and of some that have left the queue: of no more than `_STALE_DEADLINES` and as many
+        as wait.
+        """
 
     @property
     def waiting(self) -> int:
@@ -166,6 +173,7 @@ class AdmissionController:
             self._rate.observe(0, waiting=True, now_s=now_s)
             return None
         self._queue.pop()
+        self._forget_deadlines()
         self._admitted.add(head)
         self._rate.observe(head.cost, waiting=bool(self._queue), now_s=now_s)
         self._story.record(head.request_id, now_s, "admitted")
@@ -186,11 +194,15 @@ class AdmissionController:
                 self._queue.remove(request_id)
                 self._story.record(request_id, now_s, "expired")
                 late.append(request)
+        self._forget_deadlines()
         return late
 
     def leave(self, request_id: RequestId) -> bool:
         """The client of a request went away; whether the request was still queued."""
-        return self._queue.remove(request_id) is not None
+        if self._queue.remove(request_id) is None:
+            return False
+        self._forget_deadlines()
+        return True
 
     def wait_s(self, tenant: Tenant, slo: Slo) -> float:
         """Predicted time in the queue of a request that came now, at the most; 0 while nothing is known."""
@@ -212,6 +224,10 @@ class AdmissionController:
         self._queue.check_integrity()
         if len(self._queue) > self._limits.requests:
             raise InvariantError(f"{len(self._queue)} wait, {self._limits.requests} may")
+        if self._stale_deadlines() > len(self._queue) + _STALE_DEADLINES:
+            raise InvariantError(
+                f"{len(self._deadlines)} deadlines for {len(self._queue)} that wait"
+            )
 
     def _refusal(self, request: GenerationRequest, now_s: float) -> Refusal | None:
         tenant, slo, cost = request.tenant, request.slo, request.cost
@@ -262,6 +278,15 @@ class AdmissionController:
         wait_s = max(0.0, self.wait_s(tenant, slo) - max(sooner_s / 2, sooner_s - _SLACK_S))
         after_s = self._returns.book(tenant.tenant_id, wait_s, turn_s, now_s)
         return Refusal(reason=reason, retry_after_s=after_s)
+
+    def _stale_deadlines(self) -> int:
+        return len(self._deadlines) - len(self._queue)
+
+    def _forget_deadlines(self) -> None:
+        """Takes out those of requests that have left the queue, once they are most of what is kept."""
+        if self._stale_deadlines() > len(self._queue) + _STALE_DEADLINES:
+            self._deadlines = [(one.deadline_s, one.request_id) for one in self._queue]
+            heapify(self._deadlines)
 
     def _too_late(self, request: GenerationRequest, now_s: float) -> bool:
         return request.deadline_s <= now_s + self._capacity.first_token_s(request, now_s)

@@ -21,6 +21,7 @@ Debts and savings end with the queue: once nothing waits, all tenants are equal 
 """
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -355,6 +356,10 @@ class AdmissionQueue:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __iter__(self) -> Iterator[GenerationRequest]:
+        """All that wait, as they came."""
+        return iter(self._requests.values())
 
     def find(self, request_id: RequestId) -> GenerationRequest | None:
         """The request of that name, while it waits."""

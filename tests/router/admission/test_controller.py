@@ -2,6 +2,7 @@
 
 import copy
 import heapq
+import weakref
 from random import Random
 
 import pytest
@@ -61,6 +62,24 @@ def test_a_deadline_that_cannot_be_met_any_more_ends_the_wait():
     assert controller.expire(3.9) == []
     assert [one.request_id for one in controller.expire(4.0)] == ["soon"]
     assert controller.waiting == 1
+
+
+class WatchedId(str):
+    """A request's name that tells whether anything still holds it: weak references to plain text cannot be made."""
+
+
+@pytest.mark.parametrize("end", ["next", "leave"])
+def test_requests_that_have_left_the_queue_are_held_no_longer_though_their_deadlines_lie_ahead(end):
+    controller = AdmissionController(capacity=FakeCapacity(places=1), limits=limits())
+    held: weakref.WeakSet[WatchedId] = weakref.WeakSet()
+    for number in range(1000):
+        name = WatchedId(f"r{number}")
+        held.add(name)
+        controller.offer(queued(name), 0.0)
+        assert controller.next(0.0) if end == "next" else controller.leave(RequestId(name))
+        del name
+        controller.check_integrity()
+    assert len(held) < 100
 
 
 def test_a_full_line_is_known_before_the_prompt_is_and_tells_the_same_time_to_come_back():
