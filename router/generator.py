@@ -84,7 +84,7 @@ class ClusterGenerator:
         commands: Takes the dispatcher's commands to workers.
         hasher: Hashes long prompts before they are dispatched; None where routing does not look at prompts.
         inboxes: Take what clients are sent.
-        discovery: Told of workers that join; knows the served model.
+        discovery: Told of workers that join and are lost; knows the served model.
         clock: Monotonic.
     """
 
@@ -241,6 +241,8 @@ class ClusterGenerator:
             self._perform(action)
         if isinstance(event, WorkerJoined):
             self._discovery.worker_joined(event.hello)
+        elif isinstance(event, WorkerLost):
+            self._discovery.worker_lost()
         if isinstance(event, _FREES_CAPACITY):
             self._admit()
 

@@ -1,6 +1,9 @@
-"""Learns from the hellos of workers which model is served, and wakes the tasks that wait for a worker to join."""
+"""Learns from the hellos of the connected workers which model is served, and wakes the tasks that wait for a worker to
+join.
+"""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 
 from baton.rpc.hello import WorkerHello
@@ -25,12 +28,13 @@ class ModelDiscovery:
 
     def worker_joined(self, hello: WorkerHello) -> None:
         """A worker joined, or was refused as the only one."""
-        connected = [worker.hello for worker in self._view.workers] or [hello]
-        self._model = ServedModel(
-            max_model_len=min(hello.max_model_len for hello in connected),
-            vocab_size=min(hello.vocab_size for hello in connected),
-        )
+        self._model = _served_by(self._connected() or [hello])
         self._wake()
+
+    def worker_lost(self) -> None:
+        """A worker is connected no more; what it could not serve, the others may."""
+        if connected := self._connected():
+            self._model = _served_by(connected)
 
     def end(self) -> None:
         """No worker is worth waiting for any more."""
@@ -49,7 +53,18 @@ class ModelDiscovery:
                     await self.next_worker()
         return self._model
 
+    def _connected(self) -> list[WorkerHello]:
+        return [worker.hello for worker in self._view.workers]
+
     def _wake(self) -> None:
         """Wakes the tasks that wait now; one that waits from now on waits for the next worker."""
         waking, self._next = self._next, asyncio.Event()
         waking.set()
+
+
+def _served_by(workers: Sequence[WorkerHello]) -> ServedModel:
+    """What each of them can serve."""
+    return ServedModel(
+        max_model_len=min(hello.max_model_len for hello in workers),
+        vocab_size=min(hello.vocab_size for hello in workers),
+    )

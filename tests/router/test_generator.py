@@ -19,7 +19,7 @@ from baton.ids import RequestId, Role
 from baton.rpc.generation import prompt_from_proto
 from router.dispatch.retry import RetryPolicy
 from router.ports import GenerationRequest, ServedModel, Timing, Tokens
-from router.service import compose
+from router.service import RouterParts, compose
 from router.service import running as running_parts
 from router.slo import STANDARD
 from router.tenants.tenant import ANONYMOUS
@@ -321,3 +321,31 @@ async def test_the_served_model_is_what_all_workers_can_take(tmp_path):
         assert await generator.model() == ServedModel(max_model_len=4096, vocab_size=1000)
         assert parts.status.ready()
         assert parts.status.healthy()
+
+
+async def lose(worker: FakeWorker, parts: RouterParts) -> None:
+    """Kills a worker; returns once the router knows."""
+    left = len(parts.view.workers) - 1
+    await worker.kill()
+    async with asyncio.timeout(WAIT_S):
+        while len(parts.view.workers) > left:  # noqa: ASYNC110  # nobody announces it
+            await asyncio.sleep(0.005)
+
+
+async def test_what_a_worker_cannot_serve_is_served_once_it_is_lost(tmp_path):
+    async with running(tmp_path, h1=Role.HYBRID) as workers:
+        changes = {"max_model_len": 512}
+        small = FakeWorker("h0", Role.HYBRID, tmp_path, peers=workers, changes=changes)
+        workers["h0"] = small
+        await small.start()
+        async with composed(workers) as parts:
+            model = parts.generator.model
+            assert await model() == ServedModel(max_model_len=512, vocab_size=1000)
+            await lose(small, parts)
+            assert await model() == ServedModel(max_model_len=4096, vocab_size=1000)
+
+
+async def test_without_workers_the_served_model_is_that_of_the_last_one(tmp_path):
+    async with running(tmp_path, h0=Role.HYBRID) as workers, composed(workers) as parts:
+        await lose(workers["h0"], parts)
+        assert await parts.generator.model() == ServedModel(max_model_len=4096, vocab_size=1000)
