@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from pathlib import Path
 
 import torch
 
+from bench.gpu.figures import written_to
 from bench.gpu.host_driver import build_host_driver
 from bench.gpu.stages import STAGES
 from bench.harness.report import Report
@@ -54,6 +56,7 @@ _LIMITS_S = {
     "digest": 60.0,
     "twins": 150.0,
 }
+_GONE_S = 10.0
 _PAGES = ("16k", "64k", "256k", "1m", "8m")
 _LARGE_PAGES = ("64k", "256k", "1m")
 _TWINS = (
@@ -69,7 +72,9 @@ def main() -> None:
     report = Report(benchmark="gpu_day", settings=settings)
     report.figures |= {"on_gpu": float(torch.cuda.is_available()), "stages_failed": 0.0}
     end_s = time.monotonic() + arguments.limit_s
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+    keep = written_to(report, arguments.json)
+    # What did not end with its stage may still write to it.
+    with tempfile.TemporaryDirectory(prefix="baton-bench-", ignore_cleanup_errors=True) as folder:
         day = Day(Path(folder))
         for name in arguments.stages:
             limit_s = min(_LIMITS_S[name], end_s - time.monotonic())
@@ -79,8 +84,7 @@ def main() -> None:
                 print(f"== {name} failed" if limit_s > 0 else "== no time is left", flush=True)
             if "correctness" in arguments.stages:
                 report.figures["correct"] = float(_is_correct(report.figures))
-            if arguments.json:
-                report.write(arguments.json)
+            keep({})
     of = "" if torch.cuda.is_available() else "   (not of a GPU)"
     print()
     for figure, value in sorted(report.figures.items()):
@@ -113,7 +117,17 @@ class Day:
     folder: Path
 
     def run(self, name: str, limit_s: float, figures: dict[str, float]) -> bool:
-        """Runs one stage and takes its figures, also those of one that broke off; whether it ran to its end."""
+        """Runs one stage and takes its figures, also those of one that broke off; whether it ran to its end.
+
+        Raises nothing: what cannot be started, or leaves what cannot be read, has failed.
+        """
+        try:
+            return self._run(name, limit_s, figures)
+        except Exception:  # noqa: BLE001 - whatever it was, the other stages have not been tried yet
+            traceback.print_exc(file=sys.stdout)
+            return False
+
+    def _run(self, name: str, limit_s: float, figures: dict[str, float]) -> bool:
         others: dict[str, Callable[[float, dict[str, float]], bool]] = {
             "handoff": self._handoff,
             "tests": self._tests,
@@ -202,17 +216,18 @@ class Day:
         return environment
 
     def _call(self, command: list[str], limit_s: float, environment: dict[str, str]) -> bool:
-        """Runs Python; what it started ends with it."""
+        """Runs Python; what it started ends with it. Whether it ended well, and is gone."""
         process = subprocess.Popen(
             [sys.executable, *command], cwd=_ROOT, env=environment, start_new_session=True
         )
+        ended = gone = False
         try:
-            return process.wait(limit_s) == 0
+            ended = process.wait(limit_s) == 0
         except subprocess.TimeoutExpired:
             print(f"== ended after {limit_s:.0f} s", flush=True)
-            return False
         finally:
-            _end(process)
+            gone = _end(process)
+        return ended and gone
 
 
 def marked_tests(*folders: str) -> list[str]:
@@ -233,13 +248,20 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **interpreted}
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and all of its group, where any is left."""
+def _end(process: subprocess.Popen[bytes]) -> bool:
+    """Ends the process and all of its group, where any is left; whether the process is gone.
+
+    A killed process stays for as long as a call of the driver holds it.
+    """
     try:
         os.killpg(process.pid, 9)
+        process.wait(_GONE_S)
     except ProcessLookupError:
-        return
-    process.wait(10)
+        return True
+    except subprocess.TimeoutExpired:
+        print(f"== not gone {_GONE_S:.0f} s after it was killed", flush=True)
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ and that a stage which breaks or hangs costs its own figures only.
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import gpu_day
 from bench.gpu.figures import Figures, appended_to
 from bench.gpu_day import Day
+from bench.harness.report import Report
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,6 +82,49 @@ def _calling(program: str) -> Callable[..., bool]:
         return call(self, ["-c", program, *command[-2:]], limit_s, environment)
 
     return called
+
+
+class Held:
+    """A process that SIGKILL does not end in time, as one whose call into the driver does not return."""
+
+    def __init__(self, *arguments: object, **settings: object) -> None:
+        self.pid = 0
+
+    def wait(self, timeout_s: float) -> int:
+        raise subprocess.TimeoutExpired("held", timeout_s)
+
+
+def test_a_stage_that_outlives_its_kill_has_failed_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = []
+    monkeypatch.setattr(subprocess, "Popen", Held)
+    monkeypatch.setattr(os, "killpg", lambda *of: killed.append(of))
+    report = main(monkeypatch, tmp_path, "ceilings", "steps")
+    assert report["stages_failed"] == 2
+    assert killed == [(0, 9), (0, 9)]
+    assert capsys.readouterr().out.count("not gone 10 s after it was killed") == 2
+
+
+def test_a_stage_that_cannot_be_started_has_failed_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*arguments: object, **settings: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", no_memory)
+    assert main(monkeypatch, tmp_path, "ceilings", "steps")["stages_failed"] == 2
+
+
+def main(monkeypatch: pytest.MonkeyPatch, folder: Path, *stages: str) -> dict[str, float]:
+    """The figures of a day of these stages, one of which fails."""
+    monkeypatch.setattr(Report, "write", lambda report, file: written.update(report.figures))
+    monkeypatch.setattr(sys, "argv", ["gpu_day", "--json", str(folder / "day.json"), "--stages", *stages])  # fmt: skip
+    written: dict[str, float] = {}
+    with pytest.raises(SystemExit) as ended:
+        gpu_day.main()
+    assert ended.value.code == 1
+    return written
 
 
 def broken() -> None:
