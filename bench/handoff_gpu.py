@@ -4,12 +4,19 @@ For each page size every way that works here pushes all pages of one arena, in r
 process owns, in one push, alternating with one plain device copy of as many bytes in this process. Figures are medians
 over the rounds: `cuda_ipc_16k_gb_s` and `cuda_ipc_over_device_copy_16k` (the driver's copies), `kernel_...` (the same
 way with the Triton kernel, where there is one), `nixl_...` where NIXL is installed. The goal is 0.8 of the device copy.
+
+The report is written after every page size. A way that breaks off at first use is left out, one that does so later costs
+the figures of its page size; both are counted in `failed`.
 """
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +27,7 @@ from baton.errors import TransferError
 from baton.ids import LayerName
 from baton.layout import KvLayout
 from baton.pages import PageWrite
+from bench.gpu.figures import Figures, written_to
 from bench.harness.report import Report
 from bench.transfer.copying import Way, push_of_all, pushing
 from kv_transfer.backends.cuda_ipc import PageMovers
@@ -28,31 +36,38 @@ from kv_transfer.memory.arena import ArenaSpan
 from kv_transfer.memory.cuda import Cuda, Rows, devices
 from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.region_server import RegionAccess
-from kv_transfer.ports import KvWriter, RegionHandle
+from kv_transfer.ports import KvReceiver, KvWriter, RegionHandle
 
 SECRET = bytes(32)
+_ANSWER_S = 30.0
 _FILLED_BYTES = (64 << 20) + 8 * 1021
 PAGE_BYTES = {"16k": 16 << 10, "64k": 64 << 10, "256k": 256 << 10, "1m": 1 << 20, "8m": 8 << 20}
 
 
+class WrongPageError(Exception):
+    """What was pushed has not arrived."""
+
+
 def main() -> None:
-    """Entry point."""
+    """Entry point: exit status 1 where something broke off."""
     arguments = _arguments()
     if not devices():
         raise SystemExit("no GPU: this benchmark copies from device memory to device memory")
     settings = {name: value for name, value in vars(arguments).items() if name != "json"}
     report = Report(benchmark="handoff_gpu", settings=settings)
+    figures = Figures(written_to(report, arguments.json))
+    figures.add(failed=0.0)
     for label in arguments.pages:
-        _measure(label, PAGE_BYTES[label], arguments, report)
+        with figures.point(label):
+            _measure(label, PAGE_BYTES[label], arguments, figures)
     for name, value in sorted(report.figures.items()):
         print(f"{name:44} {value:10.3f}")
-    if arguments.json:
-        report.write(arguments.json)
+    sys.exit(1 if figures.failed else 0)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--json", type=Path, help="write the report here, after every page size")
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--region-mib", type=int, default=2048)
     parser.add_argument("--pages", nargs="+", choices=PAGE_BYTES, default=list(PAGE_BYTES))
@@ -74,36 +89,75 @@ def _layout(page_bytes: int) -> KvLayout:
     )
 
 
-def _measure(label: str, page_bytes: int, arguments: argparse.Namespace, report: Report) -> None:
+def _measure(label: str, page_bytes: int, arguments: argparse.Namespace, figures: Figures) -> None:
     layout, cuda = _layout(page_bytes), Cuda(arguments.device)
     num_pages = (arguments.region_mib << 20) // page_bytes
     size = layout.region_bytes(num_pages)
-    local = ArenaSpan(address=cuda.allocate(size), size_bytes=size, device=arguments.device)
-    _fill(cuda, local, arguments.seed)
-    beside = cuda.allocate(size)
+    with ExitStack() as stack:
+        local = ArenaSpan(address=cuda.allocate(size), size_bytes=size, device=arguments.device)
+        stack.callback(cuda.free, local.address)
+        _fill(cuda, local, arguments.seed)
+        beside = cuda.allocate(size)
+        stack.callback(cuda.free, beside)
+        here = stack.enter_context(_receiver(layout, num_pages, arguments.device))
+        push = push_of_all(num_pages, arguments.seed)
+        plain_copy = _plain_copy(cuda, local, beside)
+        plain_copy()
+        acts: dict[str, Way] = {"device_copy": plain_copy}
+        for name, (backend, movers) in _ways(local, arguments.ways).items():
+            here.send(backend)
+            handle = RegionHandle(backend=backend, opaque=_answer(here), num_blocks=num_pages)
+            with figures.point(f"{name}, {label}"):
+                writer = _open(backend, movers, handle, local, layout)
+                if writer is not None:
+                    stack.callback(writer.close)
+                    push_all = pushing(writer, push)
+                    push_all()  # opens what is opened at first use
+                    acts[name] = push_all
+        seconds = _rounds(acts, arguments.rounds)
+        if len(acts) > 1:
+            _check(cuda, local, here, layout, push)
+    plain = seconds.pop("device_copy")
+    found = {f"device_copy_{label}_gb_s": size / plain / 1e9}
+    for name, taken_s in seconds.items():
+        found[f"{name}_{label}_gb_s"] = size / taken_s / 1e9
+        found[f"{name}_over_device_copy_{label}"] = plain / taken_s
+    figures.add(**found)
+
+
+@contextmanager
+def _receiver(layout: KvLayout, num_pages: int, device: int) -> Iterator[Connection]:
+    """The connection to a process that runs `_receive`; it has ended afterwards."""
     here, there = get_context("spawn").Pipe()
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         child = get_context("spawn").Process(
-            target=_receive, args=(there, layout, num_pages, arguments.device, folder)
+            target=_receive, args=(there, layout, num_pages, device, folder)
         )
         child.start()
+        there.close()  # so that `here` ends with the process
         try:
-            ways = _open(here, local, layout, num_pages, arguments.ways)
-            push = push_of_all(num_pages, arguments.seed)
-            figures = _rounds(cuda, local, beside, ways, push, arguments.rounds)
-            _check(cuda, local, here, layout, push)
-            for writer in ways.values():
-                writer.close()
+            yield here
         finally:
-            here.send("")
-            child.join(30)
-            cuda.free(local.address)
-            cuda.free(beside)
-    plain = figures.pop("device_copy")
-    report.figures[f"device_copy_{label}_gb_s"] = size / plain / 1e9
-    for name, seconds in figures.items():
-        report.figures[f"{name}_{label}_gb_s"] = size / seconds / 1e9
-        report.figures[f"{name}_over_device_copy_{label}"] = plain / seconds
+            with suppress(OSError):  # it has ended by itself
+                here.send("")
+            here.close()
+            child.join(_ANSWER_S)
+            if child.is_alive():
+                child.kill()
+                child.join(_ANSWER_S)
+
+
+def _answer(here: Connection) -> bytes:
+    """The other process's.
+
+    Raises:
+        TimeoutError: It says nothing.
+        EOFError: It has ended.
+    """
+    if not here.poll(_ANSWER_S):
+        raise TimeoutError(f"the receiving process did not answer in {_ANSWER_S:.0f} s")
+    answer: bytes = here.recv()
+    return answer
 
 
 def _fill(cuda: Cuda, local: ArenaSpan, seed: int) -> None:
@@ -125,33 +179,40 @@ def _fill(cuda: Cuda, local: ArenaSpan, seed: int) -> None:
     cuda.end(stream)
 
 
-def _open(
-    here: Connection,
-    local: ArenaSpan,
-    layout: KvLayout,
-    num_pages: int,
-    wanted: list[str] | None,
-) -> dict[str, KvWriter]:
-    """An open way into the other process's arena for everything that works here."""
-    names = [name for name, b in BACKENDS.items() if b.installed and b.device_memory]
-    ways: dict[str, KvWriter] = {}
-    found: dict[str, tuple[str, PageMovers | None]] = {name: (name, None) for name in names}
+def _ways(local: ArenaSpan, wanted: list[str] | None) -> dict[str, tuple[str, PageMovers | None]]:
+    """Everything that is installed here: which backend, and what copies pages for it."""
+    found: dict[str, tuple[str, PageMovers | None]] = {name: (name, None) for name in _backends()}
     kernel = _kernel(local)
     if kernel is not None:
         found["kernel"] = ("cuda_ipc", kernel)
-    for label, (name, movers) in found.items():
-        if wanted and label not in wanted:
-            continue
-        here.send(name)
-        handle = RegionHandle(backend=name, opaque=here.recv(), num_blocks=num_pages)
-        sender = open_senders(
-            [name], local, num_blocks=num_pages, secret=SECRET, listening=Listening(), movers=movers
-        )[name]
-        try:
-            ways[label] = sender.connect(handle, layout)
-        except TransferError as error:
-            print(f"{label}: {error.message}")
-    return ways
+    return {way: of for way, of in found.items() if not wanted or way in wanted}
+
+
+def _backends() -> list[str]:
+    return [name for name, b in BACKENDS.items() if b.installed and b.device_memory]
+
+
+def _open(
+    backend: str,
+    movers: PageMovers | None,
+    handle: RegionHandle,
+    local: ArenaSpan,
+    layout: KvLayout,
+) -> KvWriter | None:
+    """An open way into the other process's arena; None where it does not work here, which is said."""
+    sender = open_senders(
+        [backend],
+        local,
+        num_blocks=handle.num_blocks,
+        secret=SECRET,
+        listening=Listening(),
+        movers=movers,
+    )[backend]
+    try:
+        return sender.connect(handle, layout)
+    except TransferError as error:
+        print(f"{backend}: {error.message}")
+        return None
 
 
 def _kernel(local: ArenaSpan) -> PageMovers | None:
@@ -168,15 +229,8 @@ def _kernel(local: ArenaSpan) -> PageMovers | None:
     return PageKernel(torch.device("cuda", local.device or 0))
 
 
-def _rounds(
-    cuda: Cuda,
-    local: ArenaSpan,
-    beside: int,
-    ways: dict[str, KvWriter],
-    push: PageWrite,
-    rounds: int,
-) -> dict[str, float]:
-    """Median seconds of each way, and of the plain copy."""
+def _plain_copy(cuda: Cuda, local: ArenaSpan, beside: int) -> Way:
+    """The device's own copy of the whole arena."""
     stream, size = cuda.stream(), local.size_bytes
     rows = Rows(
         source=local.address,
@@ -193,15 +247,13 @@ def _rounds(
         cuda.wait(stream)
         return time.perf_counter() - begin_s
 
-    acts: dict[str, Way] = {"device_copy": plain}
-    acts |= {name: pushing(writer, push) for name, writer in ways.items()}
-    found: dict[str, list[float]] = {}
-    for turn in range(rounds + 1):
-        for name, act in acts.items():
-            seconds = act()
-            if turn:  # the first one opens what is opened at first use
-                found.setdefault(name, []).append(seconds)
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+    return plain
+
+
+def _rounds(acts: dict[str, Way], rounds: int) -> dict[str, float]:
+    """Median seconds of each way, taking turns."""
+    turns = [{name: act() for name, act in acts.items()} for _ in range(rounds)]
+    return {name: statistics.median(turn[name] for turn in turns) for name in acts}
 
 
 def _check(
@@ -211,27 +263,31 @@ def _check(
     size = layout.page_layer_bytes
     for source, target in list(zip(push.source, push.target, strict=True))[:8]:
         here.send((target, size))
-        there = here.recv()
-        if there != cuda.read(local.address + source * size, size):
-            raise SystemExit(f"page {target} is not what was pushed")
+        if _answer(here) != cuda.read(local.address + source * size, size):
+            raise WrongPageError(f"page {target} is not what was pushed")
 
 
 def _receive(asked: Connection, layout: KvLayout, num_pages: int, device: int, folder: str) -> None:
     """The other process: owns an arena, gives handles to it, and shows its pages."""
     cuda, size = Cuda(device), layout.region_bytes(num_pages)
     arena = ArenaSpan(address=cuda.allocate(size), size_bytes=size, device=device)
-    names = [name for name, b in BACKENDS.items() if b.installed and b.device_memory]
-    receivers = open_receivers(
-        names,
-        arena,
-        server_address=lambda name: f"unix:{folder}/{name}.kv",
-        layout=layout,
-        num_blocks=num_pages,
-        admission=RegionAccess(secret=SECRET),
-    )
+    receivers: dict[str, KvReceiver] = {}
     while question := asked.recv():
         if isinstance(question, str):
-            asked.send(receivers[question].handle().opaque)
+            try:
+                if question not in receivers:
+                    receivers |= open_receivers(
+                        [question],
+                        arena,
+                        server_address=lambda name: f"unix:{folder}/{name}.kv",
+                        layout=layout,
+                        num_blocks=num_pages,
+                        admission=RegionAccess(secret=SECRET),
+                    )
+                asked.send(receivers[question].handle().opaque)
+            except Exception:  # noqa: BLE001 - the other ways may work
+                traceback.print_exc(file=sys.stdout)
+                asked.send(b"")  # no handle: its way does not open
         else:
             page, page_bytes = question
             asked.send(cuda.read(arena.address + page * page_bytes, page_bytes))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +83,24 @@ def _calling(program: str) -> Callable[..., bool]:
         return call(self, ["-c", program, *command[-2:]], limit_s, environment)
 
     return called
+
+
+def test_a_hand_off_that_hangs_leaves_the_other_ones_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The goal's comes first; the clock stands still but for what each is given, which it uses up."""
+    now_s, calls = [0.0], []
+
+    def hang(self: Day, command: list[str], limit_s: float, environment: dict[str, str]) -> bool:
+        calls.append((command[command.index("--region-mib") + 1], limit_s))
+        now_s[0] += limit_s
+        return False
+
+    monkeypatch.setattr(Day, "_call", hang)
+    monkeypatch.setattr(Day, "_driver", lambda self: {})
+    monkeypatch.setattr(gpu_day, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    assert not Day(tmp_path).run("handoff", 90.0, {})
+    assert calls == [("32", 60.0), ("16", 30.0)]
 
 
 class Held:
