@@ -506,7 +506,8 @@ class ClusterConfig:
         labels: Where this process stands, such as `{zone: a, rack: r7}`; registered with it,
             and shown by `baton status --json`.
         runtime_dir: Directory of this cluster's sockets; empty for one named after the HTTP port, in the machine's
-            directory for temporary files. Made at start and removed at the end.
+            directory for temporary files. Made at start and removed at the end. Operators' commands look there where
+            the environment gives it.
         secret: Cluster secret in hex (32 bytes); empty draws a new one at start.
         tls_certificate: File with the certificate of this process (PEM, with those between it and the authority); empty
             for one that is issued in memory from `secret`. Needs `tls_key` and `tls_authority`.

@@ -15,7 +15,13 @@ from baton.rpc.channel import open_channel
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.identity import PeerRole
 from baton.rpc.v1.control_pb2_grpc import ControlStub
-from baton_cluster.launch.runtime_dir import ROUTER_SOCKET, default_dir, is_alive, running_clusters
+from baton_cluster.launch.runtime_dir import (
+    ROUTER_SOCKET,
+    default_dir,
+    is_alive,
+    parent_dir,
+    running_clusters,
+)
 
 if TYPE_CHECKING:
     from baton.rpc.v1.control_pb2_grpc import ControlAsyncStub  # exists for type checkers only
@@ -35,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--port", type=int, help="HTTP port of a cluster on this machine")
     which.add_argument(
-        "--runtime-dir", type=Path, metavar="DIRECTORY", help="where its sockets are"
+        "--runtime-dir",
+        type=Path,
+        metavar="DIRECTORY",
+        help="where its sockets are; default: BATON_CLUSTER_RUNTIME_DIR, else the only cluster of this user",
     )
 
 
@@ -77,11 +86,12 @@ async def ask(address: str, question: Callable[["ControlAsyncStub"], Awaitable[_
 
 
 def cluster_dir(arguments: argparse.Namespace) -> Path:
-    """The runtime directory of the named cluster, or of the only one that runs here.
+    """The runtime directory of the named cluster, else of the one that the environment configures, else of the only one
+    that runs here.
 
     Raises:
         UnavailableError: It does not run, or none does.
-        ConfigError: Several do, and none is named.
+        ConfigError: Several do, and none is named; or the environment's settings cannot be read.
     """
     port: int | None = arguments.port
     runtime_dir: Path | None = arguments.runtime_dir
@@ -90,10 +100,25 @@ def cluster_dir(arguments: argparse.Namespace) -> Path:
         if not is_alive(path):
             raise UnavailableError(f"no cluster is running at {path}")
         return path
+    # A container's environment gives it; a cluster is then not at the default place.
+    if (configured := _configured_dir()) is not None:
+        if not is_alive(configured):
+            raise UnavailableError(f"no cluster is running at {configured} (cluster.runtime_dir)")
+        return configured
     running = running_clusters()
     if not running:
-        raise UnavailableError("no cluster of this user is running here (baton serve starts one)")
+        raise UnavailableError(
+            f"no cluster of this user is running in {parent_dir()}"
+            " (baton serve starts one, --runtime-dir names one elsewhere)"
+        )
     if len(running) > 1:
         ports = ", ".join(path.name for path in running)
         raise ConfigError(f"several clusters are running, on ports {ports}: name one with --port")
     return running[0]
+
+
+def _configured_dir() -> Path | None:
+    # This one setting: what the environment leaves to a file may contradict its other settings.
+    given = [one for one in env.settings() if one.path == "cluster.runtime_dir"]
+    path = load(environment=given).cluster.runtime_dir
+    return Path(path) if path else None

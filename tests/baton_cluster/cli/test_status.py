@@ -122,7 +122,9 @@ def no_default_clusters(home, monkeypatch):
 
 def test_the_only_running_cluster_need_not_be_named(home, no_default_clusters, capsys):
     assert main(["status"]) == 1
-    assert "no cluster of this user is running" in capsys.readouterr().err
+    assert f"no cluster of this user is running in {default_dir(8001).parent} (" in (
+        capsys.readouterr().err
+    )
     runtime = RuntimeDir.claim(default_dir(8001))
     default_dir(8002).mkdir()  # Of a cluster that is gone.
     assert main(["status"]) == 1
@@ -143,6 +145,24 @@ def test_a_cluster_is_found_by_its_port(home, no_default_clusters, capsys):
     assert main(["status", "--port", "8001"]) == 1
     assert "does not answer" in capsys.readouterr().err
     runtime.release()
+
+
+def test_a_cluster_is_found_where_the_environment_has_it(
+    router, no_default_clusters, monkeypatch, capsys
+):
+    elsewhere = RuntimeDir.claim(default_dir(8001))
+    monkeypatch.setenv("BATON_CLUSTER_RUNTIME_DIR", str(router.path))
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "tiny"
+    assert main(["status", "--port", "8001"]) == 1, "what is named comes first"
+    elsewhere.release()
+
+
+def test_where_the_environment_has_none_running_its_directory_is_named(home, monkeypatch, capsys):
+    monkeypatch.setenv("BATON_CLUSTER_RUNTIME_DIR", str(home / "run"))
+    assert main(["status"]) == 1
+    shown = capsys.readouterr().err
+    assert shown == f"baton: error: no cluster is running at {home}/run (cluster.runtime_dir)\n"
 
 
 def status_of(path, capsys):
