@@ -157,6 +157,16 @@ def opened(policy: Any) -> set[int]:
     }
 
 
+def admitted_beside(policy: Any) -> list[dict[str, str]]:
+    """Labels of pods of its own namespace that it lets in."""
+    return [
+        source["podSelector"]["matchLabels"]
+        for rule in policy["ingress"]
+        for source in rule["from"]
+        if "namespaceSelector" not in source
+    ]
+
+
 def test_rays_ports_are_fixed_and_open_among_its_pods_alone(ray):
     policy = policies(ray)["ray-to-ray"]
     assert policy["podSelector"]["matchLabels"] == RAY
@@ -177,9 +187,13 @@ def test_routers_and_other_workers_reach_the_ports_that_workers_listen_at(ray, c
     assert kv is not None
     assert opened(policies(ray)["routers-to-workers"]) == set(ours)
     assert opened(policies(ray)["workers-to-workers"]) == set(ours) | set(kv)
-    labels = groups(ray)["workers"]["template"]["metadata"]["labels"]
+    head, labels = (groups(ray)[of]["template"]["metadata"]["labels"] for of in ("head", "workers"))
     for name in ("routers-to-workers", "workers-to-workers"):
         assert policies(ray)[name]["podSelector"]["matchLabels"].items() <= labels.items()
+    admitted = admitted_beside(policies(ray)["routers-to-workers"])
+    assert any(one.items() <= head.items() for one in admitted), "the launcher's own router"
+    admitted = admitted_beside(policies(ray)["workers-to-workers"])
+    assert any(one.items() <= labels.items() for one in admitted)
     named = [
         source["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
         for source in policies(ray)["routers-and-pool-to-redis"]["ingress"][0]["from"]
