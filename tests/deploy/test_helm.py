@@ -78,6 +78,17 @@ def test_a_release_beside_another_is_the_same_and_shares_nothing_with_it(overlay
     assert comparable(renamed) == comparable(first)
 
 
+def test_the_budget_of_ray_follows_the_number_of_its_workers():
+    given = values("kuberay")
+    given["kuberay"]["replicas"] = 5
+    (budget,) = (
+        one["spec"]
+        for one in by_chart(given)
+        if (one["kind"], one["metadata"]["name"]) == ("PodDisruptionBudget", "ray")
+    )
+    assert budget["minAvailable"] == 4
+
+
 def host_paths(objects: list[Object]) -> set[str]:
     """What pods mount of their hosts."""
     templates = [one["spec"]["template"] for one in objects if one["kind"] in WORKLOADS]

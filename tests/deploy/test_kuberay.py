@@ -214,6 +214,19 @@ def test_no_part_of_what_ray_takes_the_place_of_is_left(ray):
     assert not {"pool-to-pool", "routers-to-pool"} & policies(ray).keys()
 
 
+def test_the_budget_lets_one_worker_go_and_says_nothing_of_the_head(ray):
+    (budget,) = (
+        one["spec"]
+        for one in ray.of_kind("PodDisruptionBudget")
+        if one["metadata"]["name"] == "ray"
+    )
+    head, workers = groups(ray)["head"], groups(ray)["workers"]
+    wanted = budget["selector"]["matchLabels"].items()
+    assert wanted <= workers["template"]["metadata"]["labels"].items()
+    assert not wanted <= head["template"]["metadata"]["labels"].items()
+    assert budget["minAvailable"] == workers["replicas"] - 1
+
+
 def test_the_head_outlasts_the_drain_of_the_launcher(ray, config):
     head = pods(ray)["head"]
     (_, seconds) = head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]

@@ -1,6 +1,8 @@
 """What schema validation does not see: that the manifests agree with each other, and with what the program takes."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,9 +16,11 @@ from router.http.auth import OPEN_PATHS
 from tests.deploy.manifests import (
     CONFIG_FILE,
     KUSTOMIZE,
+    OVERLAYS,
     WORKERS,
     Container,
     Rendered,
+    rendered,
 )
 
 GIVEN = {"POD_NAME": "decode-0", "POD_IP": "10.0.0.7", "NODE_NAME": "host-1"}
@@ -353,6 +357,40 @@ def test_a_budget_says_one_of_the_two_things_and_lets_hosts_be_emptied(cluster):
         said = {"minAvailable", "maxUnavailable"} & budget["spec"].keys()
         assert said == {"maxUnavailable"}
         assert budget["spec"]["maxUnavailable"] >= 1
+
+
+def pods_by_labels(node: Any) -> Iterator[dict[str, str]]:
+    """Labels of each template of pods that is anywhere in an object."""
+    if isinstance(node, list):
+        for one in node:
+            yield from pods_by_labels(one)
+    elif isinstance(node, dict):
+        template = node.get("template", {})
+        if "containers" in template.get("spec", {}):
+            yield template["metadata"]["labels"]
+        for one in node.values():
+            yield from pods_by_labels(one)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_budget_counts_pods_where_kubernetes_cannot_ask_how_many_there_should_be(overlay):
+    """Of pods whose owner has no `scale`, as a RayCluster, it takes only a whole number that has to be available:
+    with anything else no pod may be evicted.
+    """
+    made = rendered(overlay)
+    for budget in made.of_kind("PodDisruptionBudget"):
+        wanted = budget["spec"]["selector"]["matchLabels"].items()
+        owners = {
+            one["kind"]
+            for one in made.objects
+            for labels in pods_by_labels(one.get("spec"))
+            if one["metadata"].get("namespace") == budget["metadata"]["namespace"]
+            and wanted <= labels.items()
+        }
+        assert owners, budget["metadata"]["name"]
+        if not owners <= {"Deployment", "StatefulSet"}:
+            assert "maxUnavailable" not in budget["spec"], budget["metadata"]["name"]
+            assert isinstance(budget["spec"]["minAvailable"], int)
 
 
 def test_one_thing_says_how_many_pods_there_are(cluster, tmp_path):
