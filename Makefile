@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Where torch comes from; `https://download.pytorch.org/whl/cpu` avoids the CUDA libraries on a machine without a GPU.
+# Where torch comes from; `https://download.pytorch.org/whl/cpu` avoids the CUDA libraries on a machine without a GPU. What torch needs
+# comes from PyPI all the same, which has the versions that are pinned; of two builds of one version pip takes `2.13.0+cpu`.
 TORCH_INDEX ?=
-TORCH_ARGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
+TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 PACKAGES := baton bench baton_cluster baton_worker decode_worker baton_engine baton_vllm examples kv_transfer kvpool prefill_worker router tests
 
 # `make test REDIS=1` has what needs a redis-server in the same run.
@@ -27,16 +28,18 @@ $(VENV)/.installed: pyproject.toml constraints.txt setup.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# Apart from `install`: they pin CUDA's Python bindings to 12, which a torch built for another CUDA may not agree with.
+# The transports' builds are of one CUDA each, and have to agree with torch about its Python bindings. One for CPUs takes any.
+TRANSPORTS_CUDA = $(shell $(BIN)/python -c 'import torch; print("-cu13" if (torch.version.cuda or "").startswith("13.") else "")')
+
 transports: install ## Add the KV transports between hosts (UCX, NIXL; 140 MB), so that their tests run
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[nixl,ucx]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[nixl$(TRANSPORTS_CUDA),ucx$(TRANSPORTS_CUDA)]'
 
 # Apart from `install`: a torch for GPUs brings it; beside one for CPUs its interpreter and its compiler test the kernels.
 triton: install ## Add Triton (200 MB, 720 MB unpacked), so that the tests of its kernels run without a GPU
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[triton]'
 
 extras: install ## Both the transports and Triton; pip builds Baton once and not twice
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[nixl,triton,ucx]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[nixl$(TRANSPORTS_CUDA),triton,ucx$(TRANSPORTS_CUDA)]'
 
 ray: install ## Add Ray (70 MB, 240 MB unpacked), so that `make test-ray` runs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'

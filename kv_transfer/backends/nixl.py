@@ -153,7 +153,7 @@ def load_nixl() -> ModuleType:
             # It greets on standard output, which is no place for a library.
             logging.getLogger("nixl").setLevel(logging.WARNING)
         return found
-    raise ImportError("no NIXL: pip install baton-serve[nixl]")
+    raise ImportError("no NIXL: pip install baton-serve[nixl], [nixl-cu13] with a torch of CUDA 13")
 
 
 def memory_kind(device: int | None) -> str:

@@ -55,7 +55,7 @@ class Backend:
     @property
     def remedy(self) -> str:
         """How to get it."""
-        return f'pip install "baton-serve[{self.name}]"'
+        return f'pip install "baton-serve[{self.name}]", [{self.name}-cu13] with a torch of CUDA 13'
 
 
 BACKENDS = {

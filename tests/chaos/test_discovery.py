@@ -23,6 +23,7 @@ import pytest
 from baton.errors import BatonError
 from baton_cluster.cli.status import StatusReport, fetch
 from baton_cluster.launch.runtime_dir import ROUTER_SOCKET
+from kv_transfer.backends import registry
 from tests.baton_engine.tiny_models import make_model
 from tests.chaos.hosts import Hosts, why_not
 from tests.e2e.served import eventually
@@ -244,8 +245,8 @@ def test_workers_on_three_hosts_come_go_and_move_and_no_stream_notices(
         pytest.skip(reason)
     if discovery == "redis" and REDIS_SERVER is None:
         pytest.skip("redis-server is not installed")
-    if backend == "nixl":
-        pytest.importorskip("nixl_cu12", reason="pages between hosts need a transport")
+    if not registry.BACKENDS[backend].installed:
+        pytest.skip(f"not installed: {registry.BACKENDS[backend].remedy}")
     with bare(make_model(tmp_path, "llama"), discovery, backend) as made:
         if discovery == "redis":
             made.start_redis()

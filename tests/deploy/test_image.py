@@ -2,9 +2,11 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from types import ModuleType
 
 import pytest
@@ -33,6 +35,23 @@ def test_it_is_built_from_files_that_are_here():
     assert 'ENTRYPOINT ["/opt/baton/entrypoint.sh"]' in lines()
     assert "USER 10001:10001" in lines()
     assert os.access(DOCKER / "entrypoint.sh", os.X_OK)
+
+
+def test_its_transports_are_built_for_the_cuda_of_pypis_torch():
+    (named,) = re.findall(r'"\.\[(.+)\]"', (DOCKER / "Dockerfile").read_text())
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    wanted = [one for extra in named.split(",") for one in extras[extra]]
+    assert {re.match(r"\w+-cu(\d+)", one)[1] for one in wanted if "-cu" in one} == {"13"}  # type: ignore[index]
+    assert {"nixl-cu13", "ucx-cu13"} <= set(named.split(","))
+
+
+def test_pins_leave_open_what_two_builds_of_torch_want_differently():
+    """PyPI's needs CUDA's Python bindings of 13, the transports of CUDA 12 those of 12, and one file pins for both."""
+    pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.M)
+    assert "torch" in pinned
+    assert not {"cuda-bindings", "cuda-python", "cuda-toolkit"} & set(pinned)
 
 
 def test_only_the_stage_that_builds_has_a_compiler():
