@@ -17,6 +17,7 @@ from tests.deploy.manifests import (
     CONFIG_FILE,
     KUSTOMIZE,
     OVERLAYS,
+    ROOT,
     WORKERS,
     Container,
     Rendered,
@@ -277,10 +278,16 @@ def test_each_service_leads_to_named_ports_of_pods_that_are_there(cluster):
             assert port["targetPort"] in names
 
 
+PICKER = "gateway-to-endpoint-picker"
+"""The one policy for pods that are not of these manifests."""
+
+
 def test_network_policies_name_ports_that_containers_have(cluster):
     ports = {p["containerPort"] for one in cluster.containers() for p in one.spec.get("ports", ())}
     opened: set[int] = set()
     for policy in cluster.of_kind("NetworkPolicy"):
+        if policy["metadata"]["name"] == PICKER:
+            continue
         for rule in policy["spec"].get("ingress", ()):
             opened |= {port["port"] for port in rule["ports"]}
     assert opened == ports, "every port is opened to somebody, and nothing else is"
@@ -347,7 +354,28 @@ def test_who_may_reach_whom(cluster):
         "pool-to-pool": ["pool"],
         "routers-to-pool": ["router"],
         "monitoring-to-metrics": [],
-    }
+    } | ({PICKER: []} if cluster.of_kind("InferencePool") else {})
+
+
+def test_the_gateway_reaches_the_endpoint_picker_that_it_is_told_of(cluster):
+    pools = cluster.of_kind("InferencePool")
+    policies = [
+        one for one in cluster.of_kind("NetworkPolicy") if one["metadata"]["name"] == PICKER
+    ]
+    assert len(pools) == len(policies) == cluster.overlay.startswith("prod-")
+    for pool, policy in zip(pools, policies, strict=True):
+        assert policy["metadata"]["namespace"] == pool["metadata"]["namespace"]
+        (rule,) = policy["spec"]["ingress"]
+        assert "from" not in rule, "gateways run where their own projects put them"
+        asked = pool["spec"]["endpointPickerRef"]["port"]["number"]
+        health = 9003  # of the extension's picker
+        assert {port["port"] for port in rule["ports"]} == {asked, health}
+        wanted = policy["spec"]["podSelector"]["matchLabels"].items()
+        ours = [labels for one in cluster.objects for labels in pods_by_labels(one.get("spec"))]
+        assert not [labels for labels in ours if wanted <= labels.items()]
+        ((label, value),) = wanted
+        guide = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+        assert f'"{label}":"{value}"' in guide, "whoever installs the picker sets it"
 
 
 def test_a_budget_says_one_of_the_two_things_and_lets_hosts_be_emptied(cluster):
