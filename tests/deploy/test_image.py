@@ -32,9 +32,19 @@ def test_it_is_built_from_files_that_are_here():
         line.split()[1:-1] for line in lines() if line.startswith("COPY") and "--from" not in line
     ]
     assert all((ROOT / source).exists() for sources in copied for source in sources)
+    kept_back = set((ROOT / ".dockerignore").read_text().split())
+    named = {source.split("/")[0] for sources in copied for source in sources}
+    assert not named & kept_back, "docker build would not find them"
+    assert "deploy/*" not in kept_back or "!deploy/docker" in kept_back
     assert 'ENTRYPOINT ["/opt/baton/entrypoint.sh"]' in lines()
     assert "USER 10001:10001" in lines()
     assert os.access(DOCKER / "entrypoint.sh", os.X_OK)
+
+
+def test_it_has_every_package_of_the_wheel():
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    wheel = {name for name in found["find"]["include"] if "." not in name}
+    assert wheel == {line.split()[1] for line in lines() if line.startswith("COPY")} & wheel
 
 
 def test_its_transports_are_built_for_the_cuda_of_pypis_torch():
