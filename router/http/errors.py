@@ -30,7 +30,7 @@ RETRY_AFTER_S = 1
 """`Retry-After` where nothing better is known; a client backs off further by itself."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a reply whose client has gone; it only shows in metrics."""
+"""nginx's status for a reply whose client has gone; it only shows in metrics and in the audit log."""
 
 _log = get_logger(__name__)
 _JSON = "application/json"

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import BatonError
 from baton.telemetry.logs import get_logger
 from router.http.account import note_error
-from router.http.errors import ClientGoneError, error_body
+from router.http.errors import CLIENT_CLOSED_REQUEST, ClientGoneError, error_body
 
 _Result = TypeVar("_Result")
 _log = get_logger(__name__)
@@ -88,6 +88,8 @@ class EventStream(Response):
             await while_connected(receive, self._send_pieces(scope, send), self._on_gone)
         except ClientGoneError:
             _log.debug("a client left", path=scope["path"])
+            if not self._started:
+                await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
 
     async def _send_pieces(self, scope: Scope, send: Send) -> None:
         try:

@@ -1,12 +1,17 @@
-"""Connections without a request: kept for a while, not for ever, and not at all once the router stops."""
+"""Connections: kept for a while without a request, not for ever, and not at all once the router stops; and what counts
+of clients that leave.
+"""
 
 import asyncio
+import json
 import socket
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
 from baton.config.schema import RouterConfig
+from baton.errors import BatonError
 from router.http import protocol, server
 from tests.router.served import listening, serve
 from tests.waits import soon
@@ -15,10 +20,12 @@ pytestmark = pytest.mark.timeout(20)
 
 KEEP_ALIVE_S = 0.3
 _GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
-_BODY = b'{"model":"tiny","prompt":"hi","max_tokens":50}'
-COMPLETION = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(_BODY) + _BODY
-)
+
+
+def completion(**fields: object) -> bytes:
+    body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 50, **fields}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    return head % len(body) + body
 
 
 @asynccontextmanager
@@ -121,7 +128,7 @@ async def test_an_answer_that_takes_longer_than_that_is_not_cut():
     ):
         served.says("hello world and again")
         served.generator.pause_after = 2
-        writer.write(COMPLETION)
+        writer.write(completion())
         await soon(served.generator.paused.wait())
         writer.write(_GET)  # the next request, not yet whole
         await asyncio.sleep(2 * KEEP_ALIVE_S)
@@ -129,6 +136,27 @@ async def test_an_answer_that_takes_longer_than_that_is_not_cut():
         assert b"hello world and again" in await answer(reader)
         writer.write(b"\r\n")
         assert b"200 OK" in await answer(reader)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_anything_is_sent_counts_as_499(stream: bool):
+    async with serve() as served:
+        served.says("hello")
+        served.generator.pause_after = 0
+        async with listening(served.app) as url, connection(url) as (_, writer):
+            writer.write(completion(stream=stream))
+            await soon(served.generator.paused.wait())
+        # The server has stopped, so that its last request is counted.
+        requests = partial(served.metric, "baton_http_requests_total", route="/v1/completions")
+        assert (requests(status="499"), requests(status="500")) == (1, None)
+
+
+async def test_a_stream_that_fails_before_its_first_event_counts_as_500():
+    async with serve() as served:
+        served.generator.fault = BatonError("a fault of our own")
+        assert (await soon(served.complete(stream=True))).status_code == 500
+        requests = partial(served.metric, "baton_http_requests_total", route="/v1/completions")
+        assert (requests(status="499"), requests(status="500")) == (None, 1)
 
 
 async def test_a_stop_closes_idle_connections_at_once_and_lets_begun_answers_finish():
@@ -153,7 +181,7 @@ async def test_a_stop_closes_idle_connections_at_once_and_lets_begun_answers_fin
         assert b"200 OK" in await answer(idle)
         served.says("hello world and again")
         served.generator.pause_after = 2
-        asking_writer.write(COMPLETION)
+        asking_writer.write(completion())
         await soon(served.generator.paused.wait())
         stop.set()
         await running.stopped_by(stop)
