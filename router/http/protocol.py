@@ -13,7 +13,7 @@ from typing import Any
 import httptools
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from baton.errors import BatonError, InvalidRequestError, disposition
 from router.http.connections import ConnectionLimit
@@ -69,6 +69,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refused: tuple[str, str] | None = None
         self._closing: asyncio.TimerHandle | None = None
         self._unparsed = b""
+        self._answering: RequestResponseCycle | None = None
         self._reading: _Reading
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -88,6 +89,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._limit.closed(self)
         self._keep_open()
         self._unparsed = b""
+        # uvicorn tells it the newest request only, which may wait for the reply to this one.
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         super().connection_lost(exc)
 
     def close(self) -> None:
@@ -178,6 +183,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()  # type: ignore[no-untyped-call,unused-ignore]
         if not served:
             self.cycle.keep_alive = False
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""

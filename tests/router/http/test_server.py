@@ -151,6 +151,20 @@ async def test_a_client_that_leaves_before_anything_is_sent_counts_as_499(stream
         assert (requests(status="499"), requests(status="500")) == (1, None)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_with_another_request_sent_ahead_ends_the_first(stream: bool):
+    async with serve() as served:
+        served.says("hello")
+        served.generator.pause_after = 0
+        async with listening(served.app) as url:
+            async with connection(url) as (_, writer):
+                writer.write(completion(stream=stream) + _GET + b"\r\n")
+                await soon(served.generator.paused.wait())
+            await soon(served.generator.cancelled.get())
+        requests = partial(served.metric, "baton_http_requests_total", status="499")
+        assert requests(route="/v1/completions") == 1
+
+
 async def test_a_stream_that_fails_before_its_first_event_counts_as_500():
     async with serve() as served:
         served.generator.fault = BatonError("a fault of our own")
