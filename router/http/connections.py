@@ -3,7 +3,8 @@ descriptors allow.
 
 A connection *waits* while no request of it is being answered. Those that wait give way to new ones, the longest first.
 So silent clients keep nobody out; and where every connection has a request, a few more are taken all the same, on which
-probes are answered and everything else is refused (`router.http.server`).
+probes are answered and everything else is refused (`router.http.server`). One that has given way counts, as one of those
+few, until it is closed: its client may not have read its last reply yet.
 """
 
 import os
@@ -33,7 +34,7 @@ class Closable(Protocol):
     """A connection."""
 
     def close(self) -> None:
-        """Closes it; it is told as closed when it is."""
+        """Closes it. `ConnectionLimit.closed` is told when it is: at once if nothing is left to be sent."""
 
 
 class ConnectionLimit:
@@ -52,11 +53,14 @@ class ConnectionLimit:
         self._waiting: dict[Closable, float] = {}
 
     def opened(self, connection: Closable, now_s: float) -> Closable | None:
-        """There is a new one. Returns the one that has to be closed for it, which may be itself."""
+        """There is a new one. Returns the one that was closed for it, which may be itself."""
         given_up = self._to_give_up(now_s)
         if given_up is not None:
-            self.closed(given_up)
-        elif len(self._open) >= self._most + self._spare:
+            del self._waiting[given_up]
+            self._beyond.add(given_up)
+            given_up.close()
+        if len(self._open) >= self._most + self._spare:
+            connection.close()
             return connection
         self._open.add(connection)
         self._waiting[connection] = now_s

@@ -2,10 +2,14 @@
 
 The parser that uvicorn uses keeps request line, headers and trailers of any size, before the client is authorised, and
 takes trailers for headers; chunks may be as small as a client likes, requests sent ahead as many. uvicorn itself closes
-a connection for want of requests only if it has answered one and no byte came since.
+a connection for want of requests only if it has answered one and no byte came since, and waits without end for a client
+that does not read: in the middle of a reply, and with the rest of it before a connection closes.
 """
 
 import asyncio
+import fcntl
+import struct
+import termios
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -38,10 +42,23 @@ one byte are 43,000 calls from the parser.
 MAX_REQUESTS_AHEAD = 16
 """Requests of one connection that wait for the reply to an earlier one."""
 
+MAX_UNREAD_S = 30.0
+"""A client that takes nothing for this long, or, as it is looked this often, for up to twice as long, is cut where a
+reply waits for it, or where its connection is open only for the rest of one. nginx allows 60 s. A client that takes
+anything goes on: this bounds no stream's length.
+"""
+
+MAX_UNREAD_GIVING_WAY_S = 5.0
+"""The same for a connection that gives way, beginning with that: another client waits for its place."""
+
+_SIOCOUTQ = termios.TIOCOUTQ
+"""Linux has one number for both; of a socket it asks for the bytes that the peer has not acknowledged."""
+
 
 class BoundedProtocol(HttpToolsProtocol):
     """Answers 400 and closes the connection of a client that sends what is beyond a bound; closes those on which no
-    request comes within `timeout_keep_alive`, or one whose headers take too long.
+    request comes within `timeout_keep_alive`, or one whose headers take too long; aborts those whose client does not
+    read.
 
     Args:
         connections: All connections of the server.
@@ -68,6 +85,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._framing_bytes = 0
         self._refused: tuple[str, str] | None = None
         self._closing: asyncio.TimerHandle | None = None
+        self._unread: int | None = None
+        self._next_look: asyncio.TimerHandle | None = None
         self._unparsed = b""
         self._answering: RequestResponseCycle | None = None
         self._reading: _Reading
@@ -79,15 +98,16 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = self._reading = _Reading(transport)
         self._close_in(self.timeout_keep_alive)
-        given_up = self._limit.opened(self, self.loop.time())
-        if given_up is not None:
-            given_up.close()
+        self._look_in(MAX_UNREAD_S)
+        if self._limit.opened(self, self.loop.time()) is not None:
             self._on_refused("connections")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""
         self._limit.closed(self)
         self._keep_open()
+        if self._next_look is not None:
+            self._next_look.cancel()
         self._unparsed = b""
         # uvicorn tells it the newest request only, which may wait for the reply to this one.
         if self._answering is not None and not self._answering.response_complete:
@@ -98,6 +118,18 @@ class BoundedProtocol(HttpToolsProtocol):
     def close(self) -> None:
         """Closes the connection: another one takes its place."""
         self.transport.close()
+        if not self.transport.get_write_buffer_size():
+            # Its descriptor is closed as soon as the event loop runs again. Of many clients that come at once,
+            # none is refused for those that have only just given way.
+            self._limit.closed(self)
+            return
+        self._unread = self._unread_bytes()
+        self._look_in(MAX_UNREAD_GIVING_WAY_S)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._unread = None
 
     def data_received(self, data: bytes) -> None:
         """Has it parsed, some at a time. Nothing more is read until all of it is."""
@@ -199,6 +231,35 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._idle():
             self._close_in(self.timeout_keep_alive)
             self._limit.answered(self, self.loop.time())
+
+    def _look(self, interval_s: float) -> None:
+        """Aborts the connection if its client has taken nothing since the last look. What is unread tells that only
+        while nothing is added to it: while `send` waits, or the connection is closing.
+        """
+        before, self._unread = self._unread, None
+        if self.flow.write_paused or self.transport.is_closing():
+            self._unread = self._unread_bytes()
+            if before is not None and self._unread >= before:
+                self.transport.abort()
+                self._on_refused("unread")
+                return
+        self._look_in(interval_s)
+
+    def _look_in(self, interval_s: float) -> None:
+        if self._next_look is not None:
+            self._next_look.cancel()
+        self._next_look = self.loop.call_later(interval_s, self._look, interval_s)
+
+    def _unread_bytes(self) -> int:
+        """What the client has not taken: here, and in the kernel, which may hold megabytes, and takes more from here
+        only after much of that has gone.
+        """
+        unread = self.transport.get_write_buffer_size()
+        connected = self.transport.get_extra_info("socket")
+        if connected is not None:
+            (in_kernel,) = struct.unpack("i", fcntl.ioctl(connected.fileno(), _SIOCOUTQ, bytes(4)))
+            unread += in_kernel
+        return unread
 
     def _refuse(self, reason: str, message: str) -> None:
         """Ends the reading of this connection; also out of the parser's callbacks, whose exceptions it wraps."""

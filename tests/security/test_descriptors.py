@@ -6,6 +6,7 @@ import json
 import socket
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -76,45 +77,70 @@ async def test_a_full_router_with_64_descriptors_answers_probes(tmp_path: Path):
         assert await _asked(port, "/health") == b"200"
 
 
+@dataclass(eq=False)
 class _Connection:
+    """One that is closed at once, or, `unread`, not before its client has read what was sent."""
+
+    limit: ConnectionLimit
+    unread: bool = False
+    told_to_close: bool = False
+
     def close(self) -> None:
-        raise AssertionError("its owner closes it")
+        self.told_to_close = True
+        if not self.unread:
+            self.limit.closed(self)
 
 
-def _opened(limit: ConnectionLimit, count: int, now_s: float) -> list[_Connection]:
-    made = [_Connection() for _ in range(count)]
-    assert [limit.opened(connection, now_s) for connection in made] == [None] * count
+def _opened(limit: ConnectionLimit, count: int, **kind: bool) -> list[_Connection]:
+    made = [_Connection(limit, **kind) for _ in range(count)]
+    assert [limit.opened(connection, 0.0) for connection in made] == [None] * count
     return made
 
 
 def test_the_connection_that_waits_longest_gives_way_and_one_with_a_request_never_does():
     limit = ConnectionLimit(3, spare=2)
-    asking, first, second = _opened(limit, 3, 0.0)
+    asking, first, second = _opened(limit, 3)
     assert limit.asked(asking)
-    assert limit.opened(_Connection(), 5.0) is first
-    assert limit.opened(_Connection(), 5.0) is second
+    assert limit.opened(_Connection(limit), 5.0) is first
+    assert limit.opened(_Connection(limit), 5.0) is second
+    assert first.told_to_close
+    assert second.told_to_close
     limit.answered(asking, 6.0)
-    assert limit.opened(_Connection(), 9.0) not in (None, asking)
+    assert limit.opened(_Connection(limit), 9.0) not in (None, asking)
 
 
 def test_young_connections_are_left_time_to_ask_while_there_are_spare_ones():
     limit = ConnectionLimit(1, spare=2)
-    oldest, *others = _opened(limit, 3, 0.0)
-    assert limit.opened(_Connection(), 0.1) is oldest
-    assert limit.opened(_Connection(), 0.1) is others[0]
+    oldest, *others = _opened(limit, 3)
+    assert limit.opened(_Connection(limit), 0.1) is oldest
+    assert limit.opened(_Connection(limit), 0.1) is others[0]
 
 
 def test_beyond_the_limit_only_probes_are_answered_until_there_is_room():
     limit = ConnectionLimit(2, spare=2)
-    seated = _opened(limit, 2, 0.0)
+    seated = _opened(limit, 2)
     assert all(limit.asked(connection) for connection in seated)
-    beyond = _opened(limit, 2, 0.0)
+    beyond = _opened(limit, 2)
     assert not any(limit.asked(connection) for connection in beyond)
-    refused = _Connection()
+    refused = _Connection(limit)
     assert limit.opened(refused, 9.0) is refused
+    assert refused.told_to_close
     limit.closed(seated[0])
     assert limit.asked(beyond[0])
     assert not limit.asked(beyond[1])
+
+
+def test_connections_that_have_given_way_count_until_they_are_closed():
+    limit = ConnectionLimit(3, spare=2)
+    unread = _opened(limit, 3, unread=True)
+    taken = [_Connection(limit) for _ in range(2)]
+    assert [limit.opened(connection, 5.0) for connection in taken] == unread[:2]
+    assert all(limit.asked(connection) for connection in taken)
+    refused = _Connection(limit)
+    assert limit.opened(refused, 5.0) is refused
+    assert unread[2].told_to_close
+    limit.closed(unread[2])
+    assert limit.opened(_Connection(limit), 5.0) is None
 
 
 def test_the_default_leaves_descriptors_for_the_router_itself(monkeypatch):

@@ -5,13 +5,14 @@ of clients that leave.
 import asyncio
 import json
 import socket
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import pytest
 
 from baton.config.schema import RouterConfig
 from baton.errors import BatonError
+from baton.telemetry.metrics import new_registry
 from router.http import protocol, server
 from tests.router.served import listening, serve
 from tests.waits import soon
@@ -203,6 +204,52 @@ async def test_a_stop_closes_idle_connections_at_once_and_lets_begun_answers_fin
             assert (await idle.read(), await silent.read()) == (b"", b"")
         served.generator.gate.set()
         assert b"hello world and again" in await asking.read()
+
+
+async def zeros(scope, receive, send) -> None:
+    """As many bytes as the path says."""
+    body = bytes(int(scope["path"][1:]))
+    headers = [(b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(16 << 20, id="in the middle of a reply"),
+        pytest.param(60_000, id="with less unread than is buffered"),
+    ],
+)
+async def test_a_client_that_does_not_read_loses_its_place_to_one_that_does(
+    size: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(protocol, "MAX_UNREAD_S", 0.1)
+    registry = new_registry()
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with socket.socket() as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        async with server.serving(
+            zeros,
+            [listener],
+            max_connections=1,
+            on_refused=server.ConnectionRefusals(registry),
+            keep_alive_s=0.1,
+            drain_timeout_s=10,
+        ):
+            silent.connect(listener.getsockname())
+            silent.sendall(b"GET /%d HTTP/1.1\r\nHost: x\r\n\r\n" % size)
+            async with asyncio.timeout(10):
+                reply = b""
+                while b" 200 " not in reply:
+                    async with connection(url) as (reader, writer):
+                        writer.write(b"GET /0 HTTP/1.1\r\nHost: x\r\n\r\n")
+                        with suppress(ConnectionError):
+                            reply = await reader.read(4096)
+        refused = partial(registry.get_sample_value, "baton_http_connections_refused_total")
+        assert refused({"reason": "unread"}) == 1
 
 
 async def test_the_default_is_longer_than_load_balancers_keep_idle_connections():
