@@ -12,9 +12,10 @@ bfloat16 product. Figures are named `decode_SHAPE_bBATCH_cCONTEXT_...`, `decode_
 
 With `--kv-cache-dtype fp8_e4m3` the same from pages of 8 bits, with `--deterministic` with the kernels that give a
 request the same bits in any batch, with `--compile` with what lies between the kernels compiled. What does not fit into
-memory is left out, as is what would begin after `--limit-s`; both are said. The report is written after every point; one
-that breaks off, as a shape whose kernels are not right, is counted in `failed`, and the next one is tried. The goals:
-decode 0.80 at batch 1 and 64 with 8k of context, its attention 0.85, prefill 0.65, its attention 0.60, overhead 0.08.
+memory is left out, as is what would begin after `--limit-s`; both are said. The report is written after every point;
+one that breaks off, as a shape whose kernels are not right, is counted in `failed`, and the next one is tried. The
+goals: decode 0.80 at batch 1 and 64 with 8k of context, its attention 0.85, prefill 0.65, its attention 0.60, overhead
+0.08.
 """
 
 import argparse

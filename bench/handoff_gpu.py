@@ -5,8 +5,8 @@ process owns, in one push, alternating with one plain device copy of as many byt
 over the rounds: `cuda_ipc_16k_gb_s` and `cuda_ipc_over_device_copy_16k` (the driver's copies), `kernel_...` (the same
 way with the Triton kernel, where there is one), `nixl_...` where NIXL is installed. The goal is 0.8 of the device copy.
 
-The report is written after every page size. A way that breaks off at first use is left out, one that does so later costs
-the figures of its page size; both are counted in `failed`.
+The report is written after every page size. A way that breaks off at first use is left out, one that does so later
+costs the figures of its page size; both are counted in `failed`.
 """
 
 import argparse

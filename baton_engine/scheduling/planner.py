@@ -128,8 +128,8 @@ class StepPlanner:
         return draft, events + self.admission.admit(draft)
 
     def _append_slots(self, running: SequenceOf[Sequence]) -> list[Copy]:
-        """Gives each of these a place for the token it computes next, in preemption order, or preempts it. One that sits
-        out gets none: its page would be copied for nothing if the step has no rows, and not again.
+        """Gives each of these a place for the token it computes next, in preemption order, or preempts it.
+        One that sits out gets none: its page would be copied for nothing if the step has no rows, and not again.
 
         Samples of one prompt stand next to each other in this order, and the last of them to write needs no copy. So a
         page that is copied from stays in use, and no page is written in this step before it is copied. A sequence that
