@@ -116,7 +116,8 @@ class NodeStorage:
         flushed = self.ledger.flush(selection)
         self.carry_out()
         if self._mover is not None:
-            await asyncio.wrap_future(self._mover.forget(flushed.erased))
+            # Whoever asked may leave: the blocks are given up all the same, so they are erased.
+            await asyncio.shield(asyncio.wrap_future(self._mover.forget(flushed.erased)))
         return flushed.num_held
 
     def carry_out_flushes(self, selections: Sequence[Selection], number: int) -> None:

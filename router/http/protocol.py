@@ -45,10 +45,11 @@ MAX_REQUESTS_AHEAD = 16
 MAX_UNREAD_S = 30.0
 """A client that takes nothing for this long, or, as it is looked this often, for up to twice as long, is cut where a
 reply waits for it, or where its connection is open only for the rest of one. nginx allows 60 s. A client that takes
-anything goes on: this bounds no stream's length.
+anything goes on: this bounds no stream's length. What is taken is seen once the client's kernel asks for more, after
+some 64 KiB: behind megabytes, one that reads less than two kilobytes per second may be cut.
 """
 
-MAX_UNREAD_GIVING_WAY_S = 5.0
+MAX_UNREAD_GIVING_WAY_S = 15.0
 """The same for a connection that gives way, beginning with that: another client waits for its place."""
 
 _SIOCOUTQ = termios.TIOCOUTQ
@@ -212,7 +213,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._keep_open()
         served = self._limit.asked(self)
         self.app = self._whole_app if served else self._probes_only
+        was_reading = not self.flow.read_paused
         super().on_headers_complete()  # type: ignore[no-untyped-call,unused-ignore]
+        if was_reading:
+            # uvicorn reads nothing while a request waits for the reply to another, and would not see the client leave.
+            # How many wait is bounded, and of each body what is read ahead.
+            self.flow.resume_reading()
         if not served:
             self.cycle.keep_alive = False
 

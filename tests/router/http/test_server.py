@@ -153,14 +153,20 @@ async def test_a_client_that_leaves_before_anything_is_sent_counts_as_499(stream
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_with_another_request_sent_ahead_ends_the_first(stream: bool):
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "later"])
+async def test_a_client_that_leaves_with_another_request_sent_ahead_ends_the_first(
+    stream: bool, at_once: bool
+):
+    first, second = completion(stream=stream), _GET + b"\r\n"
     async with serve() as served:
         served.says("hello")
         served.generator.pause_after = 0
         async with listening(served.app) as url:
             async with connection(url) as (_, writer):
-                writer.write(completion(stream=stream) + _GET + b"\r\n")
+                writer.write(first + second if at_once else first)
                 await soon(served.generator.paused.wait())
+                writer.write(b"" if at_once else second)
+                await writer.drain()
             await soon(served.generator.cancelled.get())
         requests = partial(served.metric, "baton_http_requests_total", status="499")
         assert requests(route="/v1/completions") == 1
