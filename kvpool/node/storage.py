@@ -116,8 +116,10 @@ class NodeStorage:
         flushed = self.ledger.flush(selection)
         self.carry_out()
         if self._mover is not None:
+            forgotten = self._mover.forget(flushed.erased)
+            forgotten.add_done_callback(_log_unrecorded)
             # Whoever asked may leave: the blocks are given up all the same, so they are erased.
-            await asyncio.shield(asyncio.wrap_future(self._mover.forget(flushed.erased)))
+            await asyncio.shield(asyncio.wrap_future(forgotten))
         return flushed.num_held
 
     def carry_out_flushes(self, selections: Sequence[Selection], number: int) -> None:
@@ -189,10 +191,7 @@ def _directory_digest(config: PoolConfig) -> bytes | None:
 def _log_unrecorded(forgotten: Future[None]) -> None:
     error = None if forgotten.cancelled() else forgotten.exception()
     if error is not None:
-        _log.error(
-            "a flush is not recorded on the pool's disk: the next start carries it out again",
-            reason=str(error),
-        )
+        _log.error("a flush is not recorded on the pool's disk", reason=str(error))
 
 
 def _limits(config: PoolConfig, slab: Slab, num_extents: int) -> NodeLimits:

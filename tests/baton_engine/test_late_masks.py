@@ -2,15 +2,10 @@
 
 from collections.abc import Sequence
 
-import pytest
-
-from baton.config.speculative import NgramSpeculation
 from baton.ids import SeqId
-from baton_engine.loop import execute_row_by_row
 from baton_engine.messages import Generate
 from baton_engine.sampling.masks import late_masks
 from baton_engine.scheduling.plan import Row
-from tests.baton_engine.sampled import by_sequence
 from tests.baton_engine.scheduling_world import World, limits, prompt
 
 ASKED = Generate(seq_id=SeqId("a"), prompt=prompt(6, samples=2, max_tokens=6))
@@ -126,36 +121,3 @@ def test_a_mask_that_is_found_as_it_is_given_up_is_drawn_by():
     seq.constraint = FoundWhenGivenUp()
     row = Row(seq=seq, start=0, num_tokens=1, samples=(0,))
     assert late_masks([row], lambda: True) == frozenset()
-
-
-def oracle(world):
-    """Guesses what will be drawn."""
-
-    def choose(seq):
-        text = world.undisturbed(ASKED.prompt, seq.sample)
-        if seq.drafts is None:
-            seq.drafts = world.scheduler._speculator._new_drafts(seq)
-        return text[seq.num_generated : seq.num_generated + 2]
-
-    return choose
-
-
-@pytest.mark.parametrize("execute", [execute_row_by_row, lambda runner, plan: runner.execute(plan)])
-def test_row_by_row_a_page_is_copied_once_for_a_sequence_and_its_guessed_tokens(
-    execute, monkeypatch
-):
-    guessing = NgramSpeculation(num_speculative_tokens=2, prompt_lookup_max=2, prompt_lookup_min=1)
-    world = World(limits=limits(), speculation=guessing)
-    monkeypatch.setattr(world.scheduler._speculator, "choose", oracle(world))
-    world.tell(ASKED)
-    world.step()
-    plan, _ = world.scheduler.schedule(0.0)
-    assert plan is not None
-    assert plan.copies
-    assert any(row.draft for row in plan.rows)
-    result = execute(world.runner, plan)
-    assert not result.failed
-    world._note(list(by_sequence(world.scheduler.update_from_output(plan, result, 0.0))))
-    monkeypatch.setattr(world.scheduler._speculator, "choose", lambda seq: [])
-    world.run()
-    assert_undisturbed(world)

@@ -3,10 +3,11 @@ import threading
 import pytest
 
 from baton.clock import ManualClock
+from baton.config.speculative import NgramSpeculation
 from baton.errors import DeviceLostError, EngineError, InvariantError
 from baton.ids import SeqId
 from baton_engine.fakes.engine import FakeRunner
-from baton_engine.loop import EngineLoop
+from baton_engine.loop import EngineLoop, execute_row_by_row
 from baton_engine.messages import (
     Abort,
     Failed,
@@ -19,7 +20,7 @@ from baton_engine.messages import (
 )
 from baton_engine.scheduling.plan import NO_TOKEN, StepPlan, StepResult
 from baton_engine.scheduling.scheduler import Scheduler
-from tests.baton_engine.sampled import Event, Sampled, all_events
+from tests.baton_engine.sampled import Event, Sampled, all_events, by_sequence
 from tests.baton_engine.scheduling_world import SECRET, World, layout, limits, prompt
 
 A, B = SeqId("a"), SeqId("b")
@@ -309,3 +310,37 @@ def test_commands_are_taken_in_the_order_of_submission(order):
         bench.loop.submit(Generate(seq_id=seq_id, prompt=prompt(8)))
     bench.loop.turn()
     assert tuple(event.seq_id for event in bench.told[0].events) == order
+
+
+def guessing_right(world, asked):
+    """Guesses what will be drawn of `asked`."""
+
+    def choose(seq):
+        text = world.undisturbed(asked, seq.sample)
+        if seq.drafts is None:
+            seq.drafts = world.scheduler._speculator._new_drafts(seq)
+        return text[seq.num_generated : seq.num_generated + 2]
+
+    return choose
+
+
+@pytest.mark.parametrize("execute", [execute_row_by_row, lambda runner, plan: runner.execute(plan)])
+def test_row_by_row_a_page_is_copied_once_for_a_sequence_and_its_guessed_tokens(
+    execute, monkeypatch
+):
+    guessing = NgramSpeculation(num_speculative_tokens=2, prompt_lookup_max=2, prompt_lookup_min=1)
+    world, asked = World(limits=limits(), speculation=guessing), prompt(6, samples=2, max_tokens=6)
+    monkeypatch.setattr(world.scheduler._speculator, "choose", guessing_right(world, asked))
+    world.tell(Generate(seq_id=A, prompt=asked))
+    world.step()
+    plan, _ = world.scheduler.schedule(0.0)
+    assert plan is not None
+    assert plan.copies
+    assert any(row.draft for row in plan.rows)
+    result = execute(world.runner, plan)
+    assert not result.failed
+    world._note(list(by_sequence(world.scheduler.update_from_output(plan, result, 0.0))))
+    monkeypatch.setattr(world.scheduler._speculator, "choose", lambda seq: [])
+    world.run()
+    for sample in asked.samples:
+        assert world.tokens(A, sample) == world.undisturbed(asked, sample)
