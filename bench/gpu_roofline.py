@@ -163,6 +163,9 @@ def points(bench: ModelBench, name: str) -> Iterator[Point]:
                 print(f"decode_{label}: left out, its pages do not fit")
                 continue
             yield f"decode_{label}", lambda b=batch, c=context: bench.decode(b, c)  # type: ignore[misc]
+            if not bench.outgrows_caches(batch, context):
+                print(f"decode_attention_{label}: left out, a cache would hold its pages")
+                continue
             yield (
                 f"decode_attention_{label}",
                 lambda b=batch, c=context: bench.decode_attention(b, c),  # type: ignore[misc]

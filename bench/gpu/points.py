@@ -25,8 +25,9 @@ _NUMBERS_OF_8_BITS = 0x58
 _PARAMS = SamplingParams(temperature=0, max_tokens=1)
 IN_FLIGHT = 16
 """Steps that are timed together, so that the first one's launch, which nothing hides, weighs little."""
-_BEYOND_CACHES = 256 << 20
+_CACHES = 64 << 20
 """Bytes; an H200's second-level cache has 60 MB."""
+_BEYOND_CACHES = 4 * _CACHES
 
 
 class ModelBench:
@@ -86,6 +87,10 @@ class ModelBench:
     def fits(self, batch: int, context: int) -> bool:
         """Whether the pages suffice for so many contexts."""
         return batch * -(-context // self._block_tokens) <= self._num_blocks
+
+    def outgrows_caches(self, batch: int, context: int) -> bool:
+        """Whether the keys and values of all layers do: only then is attention alone one that reads memory."""
+        return self._shape.layers * self._kv_token_bytes * batch * context > _CACHES
 
     @torch.inference_mode()
     def decode(self, batch: int, context: int) -> dict[str, float]:

@@ -123,6 +123,17 @@ def test_the_large_shapes_stream_as_many_bytes_as_the_models_they_are_named_afte
     assert streamed == pytest.approx({"llama8b": 15.0, "qwen7b": 14.1, "qwen500m": 0.99}, rel=0.01)
 
 
+def test_attention_whose_pages_a_cache_would_hold_is_not_timed_alone(bench, monkeypatch):
+    assert not bench.outgrows_caches(1, 131_072)  # 64 MiB
+    assert bench.outgrows_caches(1, 131_073)
+    monkeypatch.setattr(bench, "fits", lambda *_: True)
+    monkeypatch.setattr(bench, "outgrows_caches", lambda batch, context: batch * context > 1024)
+    named = {name for name, _ in gpu_roofline.points(bench, "tiny")}
+    assert "decode_tiny_b1_c1k" in named
+    assert "decode_attention_tiny_b1_c1k" not in named
+    assert "decode_attention_tiny_b1_c8k" in named
+
+
 CASE = Case(
     shape=TINY,
     device=CPU,
