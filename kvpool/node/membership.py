@@ -181,9 +181,9 @@ class Membership:
         """Tells what has changed since the last call."""
         await self._registrar.publish(state)
 
-    async def flush(self, selection: Selection) -> None:
-        """Has the other nodes give up what `selection` covers."""
-        await self._registrar.flush(selection)
+    async def flush(self, selection: Selection) -> bool:
+        """Has the other nodes give up what `selection` covers; False where they have not been told."""
+        return await self._registrar.flush(selection)
 
     async def retire(self, state: NodeState) -> None:
         """The node stops."""

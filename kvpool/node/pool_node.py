@@ -12,7 +12,7 @@ from functools import partial
 from baton.blocks import BlockChanges
 from baton.clock import Clock
 from baton.config.schema import PoolConfig
-from baton.errors import IncompatibleError, UnavailableError
+from baton.errors import IncompatibleError, PoolUnavailableError, UnavailableError
 from baton.ids import BlockKey, WorkerIdentity
 from baton.layout import KvLayout
 from baton.story import StoryEntry
@@ -39,6 +39,7 @@ from kvpool.ports import Directory, Peers
 
 _NOTHING = BlockLease(lease_id="")
 _EMPTY = PutRefused(reason=PutRefusalReason.SICK, detail="no worker has attached yet")
+_UNTOLD = "flushed on this node, but the pool's directory is away: other nodes have not been told"
 
 JoinPeers = Callable[[NodeStorage], Peers | None]
 """Joins the other nodes of the pool; None where no transfer backend to them works."""
@@ -91,6 +92,7 @@ class PoolNode:
         self._loop = asyncio.get_running_loop()
         self._store: NodeStorage | None = None
         self._member: Membership | None = None
+        self._flushed_before: list[Selection] = []  # there was a store
         self._health = MemoryHealth()
         self._reading: Reading | None = None
         self._prefixes = HotPrefixes()
@@ -129,6 +131,8 @@ class PoolNode:
             clock=self._clock,
         )
         self._member.share_quotas()
+        if self._flushed_before:
+            store.carry_out_flushes(self._flushed_before, store.flushes_carried_out)
         self._peers = None if self._join_peers is None else self._join_peers(store)
         self._reading = Reading(store, self._peers, self._prefixes, self._clock)
         return store
@@ -216,17 +220,35 @@ class PoolNode:
         blocks were held here, once none of them can come back from the disk.
 
         Raises:
-            UnavailableError: The disk has not recorded it: a restart may bring blocks back.
+            UnavailableError: The disk has not recorded it, so that a restart may bring blocks back; or other nodes have
+                not been told.
         """
         if self._store is None or self._member is None:
+            await self._flush_unopened(selection)
             return 0
-        await self._member.flush(selection)
+        told = await self._member.flush(selection)
         try:
-            return await self._store.flush(selection)
+            num_held = await self._store.flush(selection)
         except OSError as error:
             raise UnavailableError(
                 f"the blocks are flushed until the node starts again: its disk fails ({error})"
             ) from error
+        if not told:
+            raise UnavailableError(_UNTOLD)
+        return num_held
+
+    async def _flush_unopened(self, selection: Selection) -> None:
+        """A disk without a worker is not open: what it holds goes when it is."""
+        self._flushed_before.append(selection)
+        try:
+            await self._directory.flush(selection)
+        except PoolUnavailableError as error:
+            raise UnavailableError(_UNTOLD) from error
+        if self._storage_config.open_disk is not None and self._config.directory == "memory":
+            raise UnavailableError(
+                "no worker has attached since the node started: what its disk holds is flushed when"
+                " one does, but not if the node starts again before that"
+            )
 
     def sweep(self) -> None:
         """Ends what is over; several times per second."""

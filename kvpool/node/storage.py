@@ -129,8 +129,9 @@ class NodeStorage:
         erased = [each for selection in selections for each in self.ledger.flush(selection).erased]
         self.flushes_carried_out = number
         self.carry_out()
-        if self._mover is not None and self._directory is not None:
-            mark = FlushMark(directory=self._directory, number=number)
+        if self._mover is not None:
+            known = self._directory
+            mark = None if known is None else FlushMark(directory=known, number=number)
             self._mover.forget(erased, mark).add_done_callback(_log_unrecorded)
 
     async def loaded(self, lease_id: str, wait_s: float) -> None:

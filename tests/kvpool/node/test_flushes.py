@@ -16,7 +16,7 @@ import xxhash
 
 from baton.clock import ManualClock
 from baton.config.schema import PoolConfig
-from baton.errors import UnavailableError
+from baton.errors import PoolUnavailableError, UnavailableError
 from kvpool.directory.memory import MemoryDirectory
 from kvpool.messages import DiskBlock, Erase, FlushMark, Owner, PutGrant, Selection
 from kvpool.node.pool_node import PoolNode
@@ -73,6 +73,7 @@ class Host:
         *,
         redis_url: str = "",
         incarnation: int = 1,
+        attached: bool = True,
     ) -> None:
         self._folder = folder
         self._open_disk = open_disk
@@ -96,6 +97,11 @@ class Host:
             clock=clock,
             open_disk=self._open,
         )
+        if attached:
+            self.attach()
+
+    def attach(self) -> None:
+        """A worker comes."""
         self.node.attach(identity("decode-0"), LAYOUT)
 
     def _open(self, slot_bytes: int) -> SsdStore:
@@ -197,6 +203,61 @@ async def test_a_flush_that_the_disk_has_not_recorded_says_so(tmp_path: Path) ->
         await soon(host.node.flush(ALL_OF_ANNA))
     assert host.node.usage().slots_free == NUM_SLOTS
     await host.node.close()
+
+
+async def test_what_is_flushed_before_a_worker_has_come_is_gone_when_one_does(
+    tmp_path: Path,
+) -> None:
+    directory = MemoryDirectory(ManualClock())
+    host = Host(tmp_path, HeldUpDisk, directory, redis_url=REDIS)
+    host.put(1, 2, 3, 4, 5, 6, 7)
+    await host.slots_free(4)
+    early, twin = (
+        Host(host.killed(), HeldUpDisk, directory, redis_url=REDIS, incarnation=n, attached=False)
+        for n in (2, 3)
+    )
+    assert await soon(early.node.flush(ALL_OF_ANNA)) == 0
+    early.attach()
+    assert early.on_disk == 0
+    twin.attach()
+    await twin.registered()
+    assert twin.on_disk == 0, "as a start of the same node: the directory remembers"
+    for each in (host, early, twin):
+        await each.node.close()
+
+
+async def test_a_flush_that_nothing_remembers_until_a_worker_comes_says_so(tmp_path: Path) -> None:
+    host = Host(tmp_path, HeldUpDisk)
+    host.put(1, 2, 3, 4, 5, 6, 7)
+    await host.slots_free(4)
+    early = Host(host.killed(), HeldUpDisk, attached=False)
+    with pytest.raises(UnavailableError, match="no worker has attached since the node started"):
+        await soon(early.node.flush(ALL_OF_ANNA))
+    early.attach()
+    assert early.on_disk == 0
+    await until(lambda: early.after_a_kill() == [])
+    for each in (host, early):
+        await each.node.close()
+
+
+class AwayDirectory(MemoryDirectory):
+    async def flush(self, selection: Selection) -> int:
+        raise PoolUnavailableError("nobody answers")
+
+
+@pytest.mark.parametrize("attached", [True, False])
+async def test_a_flush_of_which_other_nodes_do_not_hear_says_so(
+    tmp_path: Path, attached: bool
+) -> None:
+    directory = AwayDirectory(ManualClock())
+    host = Host(tmp_path, HeldUpDisk, directory, redis_url=REDIS, attached=attached)
+    if attached:
+        host.put(1)
+    with pytest.raises(UnavailableError, match="other nodes have not been told"):
+        await soon(host.node.flush(ALL_OF_ANNA))
+    if attached:
+        assert host.node.usage().slots_free == NUM_SLOTS
+        await host.node.close()
 
 
 async def flushed_and_filled(folder: Path, directory: MemoryDirectory) -> tuple[Host, HeldUpDisk]:
