@@ -33,6 +33,7 @@ from baton.config.sizes import format_size
 from baton.cpu_features import cpu_flags
 from baton.errors import ConfigError, UnavailableError
 from baton_cluster.cli import status
+from baton_cluster.cli.router_control import configured_dir
 from baton_cluster.launch import listener
 from baton_cluster.launch.machine import huge_pages, memory_limit_bytes, usable_cores
 from baton_cluster.launch.runtime_dir import (
@@ -354,7 +355,11 @@ def check_drained_workers() -> Finding:
     or it starts again.
     """
     name, drained = "drained workers", []
-    for cluster in running_clusters():
+    try:
+        configured = configured_dir()
+    except ConfigError as error:
+        return _fail(name, error.message, "")
+    for cluster in running_clusters() if configured is None else [configured]:
         if not (cluster / ROUTER_SOCKET).exists():
             continue
         try:

@@ -101,7 +101,7 @@ def cluster_dir(arguments: argparse.Namespace) -> Path:
             raise UnavailableError(f"no cluster is running at {path}")
         return path
     # A container's environment gives it; a cluster is then not at the default place.
-    if (configured := _configured_dir()) is not None:
+    if (configured := configured_dir()) is not None:
         if not is_alive(configured):
             raise UnavailableError(f"no cluster is running at {configured} (cluster.runtime_dir)")
         return configured
@@ -117,7 +117,8 @@ def cluster_dir(arguments: argparse.Namespace) -> Path:
     return running[0]
 
 
-def _configured_dir() -> Path | None:
+def configured_dir() -> Path | None:
+    """The runtime directory that the environment configures."""
     # This one setting: what the environment leaves to a file may contradict its other settings.
     given = [one for one in env.settings() if one.path == "cluster.runtime_dir"]
     path = load(environment=given).cluster.runtime_dir

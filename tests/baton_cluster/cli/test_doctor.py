@@ -97,13 +97,17 @@ def test_a_runtime_directory_that_cannot_be_made_would_stop_a_cluster(monkeypatc
     assert doctor.check_runtime_dir().verdict is doctor.Verdict.FAIL
 
 
-def test_it_says_which_workers_are_drained_and_who_asked(monkeypatch, home):
+@pytest.mark.parametrize("is_configured", [False, True])
+def test_it_says_which_workers_are_drained_and_who_asked(monkeypatch, home, is_configured):
     workers = [
         WorkerStatus(identity=WorkerIdentity(worker_id="decode-0"), drained_by="uid 0, new disk"),
         WorkerStatus(identity=WorkerIdentity(worker_id="decode-1")),
     ]
     told = StatusReply(workers=workers)
-    monkeypatch.setattr(doctor, "running_clusters", lambda: [home / "8000"])
+    if is_configured:
+        monkeypatch.setenv("BATON_CLUSTER_RUNTIME_DIR", str(home / "8000"))
+    else:
+        monkeypatch.setattr(doctor, "running_clusters", lambda: [home / "8000"])
     with answering(FakeControl(status=told), home / "8000"):
         found = doctor.check_drained_workers()
         assert found.verdict is doctor.Verdict.WARN
