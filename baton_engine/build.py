@@ -134,47 +134,48 @@ def build_engine(
     keep_freed_memory()
     progress("reading the model's files", None)
     choice = _choose(model, config, gpu)
-    limits = _limits(model, config, choice, gpu_sharers)
-    pages = limits.num_blocks + SPARE_BLOCKS
-    given = memory.allocate(choice.layout.region_bytes(pages), choice.device.index)
-    arena = KvArena(choice.layout, pages, arena_buffer(given))
-    progress("preparing kernels", None)
-    decoder = _load(choice.path, choice.spec, choice, model, config, progress)
-    if config.compile:
-        decoder = compile_glue(decoder)
-    apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
-    backend = _graph_backend(choice.device, config)
-    drafter = _drafter(
-        choice, decoder, arena, limits, model, config, progress, backend, apart=apart
-    )
-    observer = None if drafter is None else drafter.observer
-    graphs = _graphs(
-        decoder, arena, limits, config, backend, drafted=drafter is not None, observer=observer
-    )
-    progress("reading the tokenizer", None)
-    grammars = None if grammar is None else _grammar_compiler(choice, grammar)
-    most_rows = None if graphs is None else _most_rows(limits, choice.speculation)
-    scheduler = _scheduler(limits, choice, config, secret, most_rows)
-    runner = ModelRunner(decoder, arena, sink, graphs, drafter=drafter, one_by_one=apart)
-    moving = page_kernels(arena)
-    if choice.device.type == "cuda":
-        progress("computing the first steps", None)
-        warm_up(runner, limits=limits, drafter=drafter, page_kernels=moving)
-    host = ThreadEngineHost(
-        scheduler,
-        runner,
-        grammars=grammars,
-        drafter=drafter,
-        ahead=choice.device.type != "cpu" if config.plan_ahead is None else config.plan_ahead,
-    )
-    return BuiltEngine(
-        host=host,
-        layout=choice.layout,
-        limits=limits,
-        page_kernels=moving,
-        grammar_counts=None if grammars is None else grammars.counts,
-        speculation_counts=scheduler.speculation_counts,
-    )
+    with computing_on(choice.device):
+        limits = _limits(model, config, choice, gpu_sharers)
+        pages = limits.num_blocks + SPARE_BLOCKS
+        given = memory.allocate(choice.layout.region_bytes(pages), choice.device.index)
+        arena = KvArena(choice.layout, pages, arena_buffer(given))
+        progress("preparing kernels", None)
+        decoder = _load(choice.path, choice.spec, choice, model, config, progress)
+        if config.compile:
+            decoder = compile_glue(decoder)
+        apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
+        backend = _graph_backend(choice.device, config)
+        drafter = _drafter(
+            choice, decoder, arena, limits, model, config, progress, backend, apart=apart
+        )
+        observer = None if drafter is None else drafter.observer
+        graphs = _graphs(
+            decoder, arena, limits, config, backend, drafted=drafter is not None, observer=observer
+        )
+        progress("reading the tokenizer", None)
+        grammars = None if grammar is None else _grammar_compiler(choice, grammar)
+        most_rows = None if graphs is None else _most_rows(limits, choice.speculation)
+        scheduler = _scheduler(limits, choice, config, secret, most_rows)
+        runner = ModelRunner(decoder, arena, sink, graphs, drafter=drafter, one_by_one=apart)
+        moving = page_kernels(arena)
+        if choice.device.type == "cuda":
+            progress("computing the first steps", None)
+            warm_up(runner, limits=limits, drafter=drafter, page_kernels=moving)
+        host = ThreadEngineHost(
+            scheduler,
+            runner,
+            grammars=grammars,
+            drafter=drafter,
+            ahead=choice.device.type != "cpu" if config.plan_ahead is None else config.plan_ahead,
+        )
+        return BuiltEngine(
+            host=host,
+            layout=choice.layout,
+            limits=limits,
+            page_kernels=moving,
+            grammar_counts=None if grammars is None else grammars.counts,
+            speculation_counts=scheduler.speculation_counts,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,8 +375,7 @@ def _graph_backend(device: torch.device, config: EngineConfig) -> GraphBackend |
     """
     if device.type != "cuda" or not config.cuda_graphs:
         return None
-    with computing_on(device):
-        return CudaGraphs()
+    return CudaGraphs()
 
 
 def _graphs(
@@ -392,18 +392,17 @@ def _graphs(
     """None where nothing captures kernels, and where torch serves for them."""
     if backend is None or isinstance(decoder.kernels, ReferenceKernels):
         return None
-    with computing_on(decoder.device):
-        return StepGraphs(
-            decoder,
-            arena,
-            most_rows=_most_rows(limits, read_speculative(config.speculative_config)),
-            # A drafter computes its own KV of prompts beside the model's, of which no graph knows.
-            most_chunk_tokens=0 if drafted or pages is not None else SMALL_PROMPTS,
-            table_width=limits.num_blocks_for(limits.max_model_len),
-            backend=backend,
-            pages=pages,
-            observer=observer,
-        )
+    return StepGraphs(
+        decoder,
+        arena,
+        most_rows=_most_rows(limits, read_speculative(config.speculative_config)),
+        # A drafter computes its own KV of prompts beside the model's, of which no graph knows.
+        most_chunk_tokens=0 if drafted or pages is not None else SMALL_PROMPTS,
+        table_width=limits.num_blocks_for(limits.max_model_len),
+        backend=backend,
+        pages=pages,
+        observer=observer,
+    )
 
 
 def _most_rows(limits: EngineLimits, speculation: Speculation | None) -> int:

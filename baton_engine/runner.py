@@ -31,6 +31,8 @@ from baton_engine.scheduling.plan import (
     still_compiling,
 )
 
+_OF_ONE_CALL = frozenset({1, 2, 9})
+"""CUDA's errors after which a GPU goes on: invalid value, want of memory (of the host too), invalid configuration."""
 _NOT_FINITE = "the model's scores are not finite, no token can be drawn from them"
 
 
@@ -131,6 +133,9 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.takes(plan):
             scored = self._graphs.scores(plan.rows, unseen)
             draw = partial(self._sampler.sample, scored.logits, sampling, scored.greedy)
+            if self._drafter is not None:
+                # To a graph the last token of a prompt is a decode like any other.
+                self._drafter.compute_prompts(plan.rows, None)
             return _UnderWay(plan, draw if sampling else None)
         hidden, fetched = self._compute(plan, unseen)
         sample = self._sampling(hidden[: len(sampling)], sampling) if sampling else None
@@ -168,11 +173,13 @@ def _named(plan: StepPlan) -> Iterator[None]:
     as its loss.
 
     What a kernel did wrong is told by whatever call comes next. So a step that breaks off waits for the GPU
-    (`computing_on`), and is told the same again where the GPU is lost. Want of memory is no such fault.
+    (`computing_on`), and is told the same again where the GPU is lost.
     """
     try:
         yield
     except torch.AcceleratorError as error:
+        if getattr(error, "error_code", None) in _OF_ONE_CALL:
+            raise EngineError(f"step {plan.step} failed: {error}") from error
         raise DeviceLostError(f"the GPU failed in step {plan.step}: {error}") from error
     except (RuntimeError, IndexError, ValueError) as error:
         raise EngineError(f"step {plan.step} failed: {error}") from error

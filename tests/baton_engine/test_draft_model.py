@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.config.schema import EngineConfig, GrammarConfig, ModelConfig, SimulatedConfig
 from baton.config.speculative import DraftModelSpeculation
 from baton.errors import ConfigError, EngineError
-from baton.generation import TokenSample
+from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import SeqId
 from baton.layout import KvLayout
 from baton_engine.cache.arena import DrafterPages, KvArena
@@ -352,6 +352,36 @@ def test_drafts_can_be_repeated_from_graphs(model):
     )
     assert drawn(eager, "sampled") == plain
     assert backend.repeated > 3
+
+
+@pytest.mark.parametrize("num_cached", [0, 48])
+def test_a_last_token_of_a_prompt_that_a_graph_computes_is_the_drafters_too(model, num_cached):
+    """It is one row of one token, as those of decodes are."""
+    engine = WholeEngine(model, kernels=ReferenceKernels(), speculation=by(model))
+    assert isinstance(engine.drafter, DraftModel)
+    target, backend = engine.drafter._model, EagerGraphs()
+    graphs = StepGraphs(
+        target, engine.arena, most_rows=8, table_width=32, backend=backend, most_chunk_tokens=0
+    )
+    engine.runner = ModelRunner(
+        target, engine.arena, graphs=graphs, drafter=engine.drafter, one_by_one=True
+    )
+    for index in range(len(engine.arena.layout.layers)):
+        engine.arena.layer(index).normal_()  # what others left
+    text = tuple(30 + i * i % 11 for i in range(num_cached + 1))
+    params = SamplingParams(temperature=0, max_tokens=40)
+    if num_cached:
+        engine.tell(Generate(seq_id=ONE, prompt=Prompt(prompt_tokens=text, sampling=params)))
+        engine.run()
+    counts = engine.scheduler.speculation_counts
+    assert counts is not None
+    begun = counts.draft_tokens
+    engine.tell(Generate(seq_id=TWO, prompt=Prompt(prompt_tokens=text, sampling=params)))
+    before = backend.repeated
+    engine.step()
+    assert backend.repeated == before + 1
+    engine.run()
+    assert counts.accepted_tokens == counts.draft_tokens > begun
 
 
 def layout_with(model: Path, drafter: Path | None) -> KvLayout:

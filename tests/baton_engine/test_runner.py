@@ -270,10 +270,19 @@ def test_the_sink_hears_nothing_when_nothing_leaves(models):
     assert sink.told == []
 
 
+class CudaError(torch.AcceleratorError):
+    """As torch tells what CUDA answers."""
+
+    def __init__(self, words: str, error_code: int) -> None:
+        super().__init__(f"CUDA error: {words}")
+        self.error_code = error_code
+
+
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        (torch.AcceleratorError("CUDA error: an illegal memory access", 700), DeviceLostError),
+        (CudaError("an illegal memory access was encountered", 700), DeviceLostError),
+        (CudaError("out of memory", 2), EngineError),  # pinned memory of the host
         (torch.OutOfMemoryError("CUDA out of memory"), EngineError),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), EngineError),
     ],

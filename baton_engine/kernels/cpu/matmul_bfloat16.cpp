@@ -109,6 +109,7 @@ class Product {
 
     // Called by every thread of a team.
     void run() {
+        if (outputs.rows == 0) return;
 #pragma omp for schedule(static)
         for (int64_t first = 0; first < outputs.rows; first += TILE)
             pack(x, outputs.rows, inputs, 2 * pairs, first, height(first), tile(first));

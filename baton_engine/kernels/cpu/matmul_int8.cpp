@@ -92,6 +92,7 @@ class Product {
 
     // Called by every thread of a team.
     void run() {
+        if (outputs.rows == 0) return;
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < round_up(outputs.rows, TILE); row++) quantise_row(row);
         if (outputs.rows <= TILE) {
