@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -275,6 +277,28 @@ def test_an_output_whose_weights_are_all_zero_is_zero():
     weight = _weight(33, 64)
     weight[5] = 0
     assert not Int8Panels.pack(weight, None)(torch.randn(2, 64))[:, 5].any()
+
+
+NO_ROWS = """
+import threading, torch
+from baton_engine.kernels.cpu.matmul import BFloat16Panels, Int8Panels, multiplies_int8
+
+weight = torch.randn(4096, 4096)
+kinds = [BFloat16Panels.pack(weight.bfloat16(), None)]
+kinds += [Int8Panels.pack(weight, None)] if multiplies_int8() else []
+for product in kinds:  # each in a thread whose products have had no memory yet
+    shapes = []
+    thread = threading.Thread(target=lambda: shapes.append(product(torch.empty(0, 4096)).shape))
+    thread.start()
+    thread.join()
+    assert shapes == [(0, 4096)]
+"""
+
+
+@needs_panels
+def test_a_product_of_no_rows_reads_nothing():
+    ran = subprocess.run([sys.executable, "-c", NO_ROWS], timeout=120, check=False)
+    assert ran.returncode == 0
 
 
 @needs_panels
