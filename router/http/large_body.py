@@ -41,6 +41,7 @@ _TOO_LARGE = 2**31
 _STEP_BYTES = 256 * 1024
 _KEY = re.compile(rb'\s*"([^"\\]*)"\s*:\s*')
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_VALUE = msgspec.json.Decoder(msgspec.Raw)
 
 
 async def parse_large(raw: bytes, schema: type[_Body]) -> _Body:
@@ -119,9 +120,7 @@ async def _take_tokens(raw: bytes) -> tuple[bytes, str, PackedTokens] | None:
 
 
 async def _long_token_array(raw: bytes) -> PackedTokens | None:
-    """As `token_array`, in steps. `raw` need not be JSON:
-    two commas without a number between them are no list of numbers.
-    """
+    """As `token_array`, in steps; `raw` need not be JSON."""
     if raw[:1] != b"[" or raw[-1:] != b"]":
         return None
     packed: list[bytes] = []
@@ -130,10 +129,10 @@ async def _long_token_array(raw: bytes) -> PackedTokens | None:
         end = raw.find(b",", begin + _STEP_BYTES)
         end = len(raw) - 1 if end < 0 else end
         step = raw[begin:end]
-        if step.translate(None, _NUMBERS):
+        if step.translate(None, _NUMBERS) or not _is_json(b"[0,%b]" % step):
             return None
         tokens = _numbers(step)
-        if tokens is None or len(tokens) != step.count(b",") + 1:
+        if tokens is None:
             return None
         num_tokens += len(tokens)
         if num_tokens > MAX_PROMPT_TOKENS:
@@ -144,13 +143,19 @@ async def _long_token_array(raw: bytes) -> PackedTokens | None:
     return PackedTokens(b"".join(packed))
 
 
-def _numbers(inner: bytes) -> PackedTokens | None:
+def _is_json(raw: bytes) -> bool:
     try:
-        tokens = np.fromstring(
-            inner, dtype=np.int64, sep=","
-        )  # one that does not fit becomes the largest
-    except ValueError:  # two commas, or two numbers, in a row
-        return None
+        _VALUE.decode(raw)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+def _numbers(inner: bytes) -> PackedTokens | None:
+    """What stands in a JSON array of whole numbers: of what is none, some would be read as 0."""
+    tokens = np.fromstring(
+        inner, dtype=np.int64, sep=","
+    )  # one that does not fit becomes the largest
     if not len(tokens) or len(tokens) > MAX_PROMPT_TOKENS or tokens.max() >= _TOO_LARGE:
         return None
     return PackedTokens(tokens.astype("<u4").tobytes())

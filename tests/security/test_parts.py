@@ -196,15 +196,26 @@ async def test_a_long_list_to_be_detokenized_is_read_whole():
     assert list(read.tokens) == tokens
 
 
-@pytest.mark.parametrize("wrong", ["1.5", "-1", "2147483648", "true", '"1"', "", "1 1", "null"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["1.5", "-1", "2147483648", "true", '"1"', "", " ", "1 1", "00", "\n07 ", "null"],
+)
 async def test_a_long_list_that_is_not_of_token_ids_is_refused_by_name(wrong: str):
     ids = ",".join(["7"] * 100_000)
-    for listed in (f"{ids},{wrong}", f"{wrong},{ids}", f"{ids},{wrong},{ids}"):
+    lists = [f"{ids},{wrong}", f"{wrong},{ids}", f"{ids},{wrong},{ids}"]
+    for listed in (*lists, *(f"[7], [{one}]" for one in lists)):
         for quotes in ("", '"' * 600):
             raw = f'{{"model":"tiny","user":{json.dumps(quotes)},"prompt":[{listed}]}}'.encode()
             with pytest.raises(InvalidRequestError) as refused:
                 await BodyReader(2**30, timeout_s=60).parse(raw, CompletionRequest)
             assert refused.value.param in ("prompt", None)
+
+
+async def test_a_long_list_without_a_token_id_is_refused_by_name():
+    raw = f'{{"model":"tiny","prompt":[{" " * 100_000}]}}'.encode()
+    with pytest.raises(InvalidRequestError) as refused:
+        await BodyReader(2**30, timeout_s=60).parse(raw, CompletionRequest)
+    assert refused.value.param == "prompt"
 
 
 async def test_a_field_given_twice_does_not_pass_a_check_with_one_and_count_with_the_other():
