@@ -69,8 +69,7 @@ class ParsedChoice:
         if delta.finish is None and (kind := self.plain_kind(delta)) is not None:
             plain = kind(delta.text)
             return [plain] if self._is_told(plain) else []
-        if self._parser.marker_ids:
-            self._marks += delta.marks
+        self._marks += [mark for mark in delta.marks if mark.token in self._parser.marker_ids]
         events: list[ParsedEvent] = []
         text = self._rest + delta.text
         while self._marks and self._marks[0].end <= self._at + len(text):

@@ -116,6 +116,17 @@ def test_a_stop_string_that_begins_like_a_mark_holds_it_back_and_loses_nothing(
     assert parsed(tokenizer, gained).calls == [("now", '{"x": "<y>é"}')]
 
 
+@given(taken=st.lists(st.integers(0, 120), max_size=40))
+def test_marks_of_calls_are_content_where_a_model_that_thinks_may_call_nothing(
+    tokenizer: Tokenizer, taken: list[int]
+) -> None:
+    gained, _ = deltas(tokenizer, TEXT, taken)
+    choice = ParsedChoice(made_format(tokenizer), None, in_reasoning=True)
+    found = said([event for delta in gained for event in choice.push(delta)])
+    assert [found.reasoning, found.content] == TEXT.split("</think>")
+    assert not found.calls
+
+
 def test_text_that_spells_a_mark_is_text(tokenizer: Tokenizer) -> None:
     spelt = "a</think>b<tool_call>c"
     ids = [token_id(tokenizer.backend, char) for char in spelt]
