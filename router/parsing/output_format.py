@@ -316,7 +316,7 @@ class OutputFormat:
                 [
                     f"message ({end} {start} {_text('assistant')} message)*",
                     f"message: {channel} HEADER ({self._mark('<|constrain|>')} /[a-z]+/)? {message} TEXT",
-                    "HEADER: /(final|commentary)( to=[a-zA-Z0-9_.-]{1,72})? ?/",
+                    "HEADER: /(final|commentary)( to=[a-zA-Z0-9_.-]{1,138})? ?/",
                     f"TEXT: {_ANY_TEXT}",
                 ]
             )

@@ -28,9 +28,9 @@ Reading = Generator[None, None, T]
 """Part of the program: stops whenever it needs more text; returns what it has read."""
 
 BLANKS = " \t\r\n"
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-LONGEST_NAME = 128
-"""Of what stands where a name is expected, at most so many characters are looked at."""
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+LONGEST_NAME = 192
+"""Of what stands where a name is expected, blanks around it included, at most so many characters are looked at."""
 _FIRST_SIGN = 0xDC80
 
 

@@ -268,6 +268,16 @@ def test_a_header_of_harmony_may_be_written_in_each_way_that_it_is() -> None:
     assert not accepted(grammar, tokenizer, "<|channel|>commentary to=functions.sub<|message|>{}")
 
 
+def test_a_header_of_harmony_names_any_tool_where_only_reasoning_is_held() -> None:
+    tokenizer = byte_tokenizer(TOOL_FAMILIES["openai"].marks, special=True)
+    made = detect_format("<|channel|><|message|>", tokenizer.token_to_id)
+    reasoning = made.reasoning_lark(7, in_reasoning=False)
+    form = AnswerForm(kind="text", value=made.any_lark(), param="x", reasoning=reasoning)
+    before = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = f"<|channel|>commentary to=functions.{'n' * 128} <|constrain|>json<|message|>{{}}"
+    assert accepted(grammar_of(form, ()).text, tokenizer, before + call)
+
+
 @pytest.mark.parametrize("family", TOOL_FAMILIES)
 def test_calls_are_held_where_a_mark_begins_all_of_them(family: str) -> None:
     held = detect_format(None, lambda mark: hash(mark), tool_call_parser=family).can_hold

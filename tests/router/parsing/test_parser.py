@@ -223,6 +223,32 @@ def test_every_single_cut_gives_the_same(output: str) -> None:
     assert parsed(made, text, range(len(text))) == whole
 
 
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_names_may_be_as_long_as_those_of_tools_are_taken(output: str, as_tokens: bool) -> None:
+    family, text = OUTPUTS[output]
+    made = output_format(family, None, as_tokens=as_tokens)
+    tools = [ToolSchema(name="n" * 128, parameters=TOOLS[0].parameters)]
+    found = parsed(made, text.replace("get_weather", tools[0].name), range(2000), tools=tools)
+    assert [name for name, _ in found.calls] == [tools[0].name] * 2
+    assert found.arguments() == [PARIS, {"city": "Oslo", "days": 3}]
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("mistral", "[TOOL_CALLS] {} [ARGS]{{}}"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜> {} \n```json\n{{}}\n```"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜> {}\n<｜tool▁sep｜>{{}}"),
+        ("qwen3_coder", "<tool_call><function= {} ></function></tool_call>"),
+    ],
+)
+def test_blanks_around_a_name_do_not_count_as_a_part_of_it(family: str, text: str) -> None:
+    made = output_format(family, None, as_tokens=True)
+    assert parsed(made, text.format("n" * 128)).calls == [("n" * 128, "{}")]
+    assert not parsed(made, text.format("n" * 129)).calls
+
+
 @given(text=st.text(st.sampled_from('<>/tool_cal{}"name:[]ARGS\\ \n｜▁;'), max_size=80), cuts=CUTS)
 @pytest.mark.parametrize("family", TOOL_FAMILIES)
 def test_what_is_no_call_is_cut_as_one_likes_too(family: str, text: str, cuts: list[int]) -> None:
