@@ -3,7 +3,9 @@
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from baton.errors import ContentRefusedError, InvariantError
 from router.generation.generation_run import Delta
@@ -87,7 +89,7 @@ async def checked_deltas(
     asked = account.guarded_input
     if guards.active and asked is None:
         raise InvariantError("a request came past the guardrails unseen")
-    watching: dict[int, OutputChain | None] = {}
+    watching: dict[int, _Watched] = {}
     async with aclosing(batches):
         async for batch in batches:
             if asked is not None:
@@ -108,27 +110,49 @@ async def _checked(
     return [text.text for text in account.guarded_input.texts]
 
 
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """A choice.
+
+    Attributes:
+        chain: Looks at its text; None where nobody does.
+        moved: How many more characters were shown than were drawn.
+    """
+
+    chain: OutputChain | None
+    moved: int = 0
+
+
 async def _shown(
     batch: Sequence[Delta],
-    watching: dict[int, OutputChain | None],
+    watching: dict[int, _Watched],
     guards: GuardChain,
     asked: GuardrailInput,
 ) -> list[Delta]:
     shown: list[Delta] = []
     for delta in batch:
         if delta.index not in watching:
-            watching[delta.index] = guards.watch_output(asked)
-        chain = watching[delta.index]
-        passed = delta if chain is None else await _passed(delta, chain)
+            watching[delta.index] = _Watched(guards.watch_output(asked))
+        passed = await _passed(delta, watching[delta.index])
         if passed.text or passed.tokens or passed.finish is not None:
             shown.append(passed)
     return shown
 
 
-async def _passed(delta: Delta, chain: OutputChain) -> Delta:
+async def _passed(delta: Delta, watched: _Watched) -> Delta:
     """The delta with the text that may be shown. Tokens and log-probabilities would tell the text that may not."""
-    text = await chain.piece(delta.text, last=delta.finish is not None)
-    return delta if text == delta.text else replace(delta, text=text, tokens=[], logged=[])
+    if watched.chain is None:
+        return delta
+    text = await watched.chain.piece(delta.text, last=delta.finish is not None)
+    if text != delta.text:
+        watched.moved += len(text) - len(delta.text)
+        return replace(delta, text=text, tokens=[], logged=[])
+    if watched.moved:
+        delta.logged = [
+            msgspec.structs.replace(token, text_offset=token.text_offset + watched.moved)
+            for token in delta.logged
+        ]
+    return delta
 
 
 def _keep(batch: Sequence[Delta], account: RequestAccount) -> None:

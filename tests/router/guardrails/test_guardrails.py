@@ -45,6 +45,16 @@ class _Watch:
         return shown
 
 
+class Bracketer(Censor):
+    """Puts each `a` that is answered into brackets."""
+
+    def watch_output(self, asked: GuardrailInput) -> OutputGuard | None:
+        return self
+
+    async def piece(self, text: str, *, last: bool) -> str | Refuse:
+        return text.replace("a", "[a]")
+
+
 class Broken:
     """Fails."""
 
@@ -135,6 +145,18 @@ async def test_what_is_answered_can_be_replaced_piece_by_piece(stream: bool):
             assert _streamed(reply.text)[0] == "the [gone] is out"
         else:
             assert reply.json()["choices"][0]["message"]["content"] == "the [gone] is out"
+
+
+async def test_tokens_behind_what_was_replaced_begin_where_they_are_shown():
+    async with serve(parts=with_guard(Bracketer())) as served:
+        served.says("a b a c d")
+        (choice,) = (await served.complete(logprobs=1)).json()["choices"]
+        assert choice["text"] == "[a] b [a] c d"
+        told = choice["logprobs"]
+        *tokens, end = zip(told["tokens"], told["text_offset"], strict=True)
+        assert tokens
+        assert all(choice["text"].startswith(token, place) for token, place in tokens)
+        assert end == ("<|end|>", len(choice["text"]))
 
 
 async def test_what_is_answered_can_be_refused():
