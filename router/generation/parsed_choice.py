@@ -51,6 +51,11 @@ class ParsedChoice:
         self._rest = ""
         self._at = 0
 
+    @property
+    def settled(self) -> int:
+        """Where in the choice's text that begins of which it may still come that it is content."""
+        return self._at if self.is_text else self._parser.settled
+
     def plain_kind(self, delta: Delta) -> TextKind | None:
         """What all of a delta in the middle of a text is, where that is certain without reading it; then it counts as
         pushed. None where it has to be pushed.
@@ -64,11 +69,14 @@ class ParsedChoice:
 
     def push(self, delta: Delta) -> list[ParsedEvent]:
         """What it says besides. Part of a mark waits for the rest of it."""
+        begin = self._at
         if self.is_text:
-            return [ContentText(delta.text)] if delta.text else []
+            self._at += len(delta.text)
+            return [ContentText(delta.text, begin)] if delta.text else []
         if delta.finish is None and (kind := self.plain_kind(delta)) is not None:
-            plain = kind(delta.text)
-            return [plain] if self._is_told(plain) else []
+            if kind is ContentText:
+                return [ContentText(delta.text, begin)]
+            return [ReasoningText(delta.text)] if self._tells_reasoning else []
         self._marks += [mark for mark in delta.marks if mark.token in self._parser.marker_ids]
         events: list[ParsedEvent] = []
         text = self._rest + delta.text

@@ -59,7 +59,9 @@ class ReplyWriter(Protocol):
         """What a stream begins with; asked for when its first delta is there."""
 
     async def before(self, deltas: Sequence[Delta]) -> None:
-        """Writes in advance, with turns for others, what the pieces of these deltas hold of their prompts."""
+        """Writes in advance, with turns for others, what the pieces of these deltas hold of their prompts, or of
+        log-probabilities, which these then no longer have.
+        """
 
     def piece(self, delta: Delta) -> bytes:
         """The event or events for one delta."""

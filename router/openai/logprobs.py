@@ -21,8 +21,7 @@ Entry = dict[str, object]
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot write."""
 
-
-_AT_ONCE = 16
+AT_ONCE = 16
 """Tokens that are written before the event loop runs again; each may list twenty others."""
 
 TokenName = Callable[[int], str]
@@ -53,7 +52,7 @@ async def chat_logprobs(
     logged: Iterable[LoggedToken], count: int, pieces: PieceTable, *, by_id: bool = False
 ) -> list[bytes]:
     """The JSON array of these, in pieces."""
-    return await json_array_pieces(chat_entries(logged, count, pieces, by_id=by_id), _AT_ONCE)
+    return await json_array_pieces(chat_entries(logged, count, pieces, by_id=by_id), AT_ONCE)
 
 
 def _chat_token(token_id: int, logprob: float, name: TokenName, pieces: PieceTable) -> Entry:
@@ -123,7 +122,7 @@ async def completion_logprobs(
     """The same of what may be very many tokens."""
     parts: list[CompletionColumns] = []
     coming = iter(logged)
-    while some := list(islice(coming, _AT_ONCE)):
+    while some := list(islice(coming, AT_ONCE)):
         parts.append(completion_entries(some, count, name, offset))
         await asyncio.sleep(0)
     return joined(parts)
@@ -180,7 +179,7 @@ async def echo_logprobs(
         text_offset=await json_array(echo.offsets, _LIGHT_AT_ONCE),
         token_logprobs=await json_array(chain((None,), logprobs), _LIGHT_AT_ONCE),
         tokens=await json_array((name(i) for i in echo.tokens), _LIGHT_AT_ONCE),
-        top_logprobs=await json_array(chain((None,), tops), _AT_ONCE),
+        top_logprobs=await json_array(chain((None,), tops), AT_ONCE),
     )
 
 
@@ -190,7 +189,7 @@ async def prompt_scores(
     """What vLLM's clients know as `prompt_logprobs`: per token null, or the token's and the likeliest tokens' by id."""
     scored = zip(tokens[1:], scores, strict=True)
     entries = (_entry(token, score, count, pieces) for token, score in scored)
-    return await json_array(chain((None,), entries), _AT_ONCE)
+    return await json_array(chain((None,), entries), AT_ONCE)
 
 
 def _entry(token: int, score: TokenLogprobs, count: int, pieces: PieceTable) -> dict[int, Entry]:

@@ -8,9 +8,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ContentText:
-    """More of the text that is for the user."""
+    """More of the text that is for the user.
+
+    Attributes:
+        begin: Where in the output it begins.
+    """
 
     text: str
+    begin: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +67,13 @@ class OutputParser(Protocol):
 
     marker_ids: frozenset[int]
 
+    @property
+    def settled(self) -> int:
+        """Where in the output the text begins of which it may still come that it is content."""
+
     def plain_kind(self, text: str) -> TextKind | None:
-        """What the text would be told as, if that is all that it would say and it changes nothing; then it need not be
-        pushed. None where it has to be.
+        """What the text would be told as, if that is all that it would say and it changes nothing; then it counts as
+        pushed. None where it has to be pushed.
         """
 
     def push_text(self, text: str) -> list[ParsedEvent]:

@@ -57,8 +57,6 @@ class HarmonyParser(OutputReader):
                 yield from self._read_message()
             else:
                 yield from self._read_content()
-        if not self._calls:
-            self._tell(ContentText, 0, "".join(self._blanks))
 
     def _begins_header(self) -> Reading[bool]:
         for mark in (*_HEADER_BEGINS, "<|message|>"):

@@ -99,8 +99,6 @@ class FamilyParser(OutputReader):
                     yield from self._read_bare_calls()
             else:
                 yield from self._read_calls(mark)
-        if not self._calls:
-            self._tell(ContentText, 0, "".join(self._blanks))
 
     def _read_reasoning(self) -> Reading[None]:
         assert self._reasoning is not None

@@ -53,8 +53,9 @@ class OutputReader(ABC):
         self._signs = {mark: signs[mark] if mark in known else mark for mark in marks}
         self._spelt = {signs[mark]: mark for mark in known}
         self._buffer, self._place, self._ended = "", 0, False
+        self._length = 0  # of all that was pushed
         self._unsettled: list[str] | None = None
-        self._blanks: list[str] = []
+        self._blanks: list[tuple[int, str]] = []
         self._has_content = False
         self._calls = 0
         self._told: list[tuple[type, int, list[str]]] = []
@@ -68,16 +69,25 @@ class OutputReader(ABC):
     def _read(self, *, in_reasoning: bool) -> Reading[None]:
         """All of the output."""
 
+    @property
+    def settled(self) -> int:
+        """See `OutputParser`."""
+        if self._blanks:
+            return self._blanks[0][0]
+        return self._reached - len(self._in_words("".join(self._unsettled or ())))
+
     def plain_kind(self, text: str) -> TextKind | None:
         """See `OutputParser`."""
         if self._begins is None or self._begins.search(text) is not None:
             return None
         if self._kind is ContentText and (self._blanks or text[-1:] in BLANKS):
             return None
+        self._length += len(text)
         return self._kind
 
     def push_text(self, text: str) -> list[ParsedEvent]:
         """See `OutputParser`."""
+        self._length += len(text)
         if self._begins is None or self._begins.search(text) is not None:
             return self._advance(text)
         if self._kind is ContentText:
@@ -88,12 +98,18 @@ class OutputReader(ABC):
 
     def push_marker(self, token_id: int) -> list[ParsedEvent]:
         """See `OutputParser`."""
-        return self._advance(self._sign_of_id[token_id])
+        sign = self._sign_of_id[token_id]
+        self._length += len(self._spelt[sign])
+        return self._advance(sign)
 
     def finish(self) -> list[ParsedEvent]:
         """See `OutputParser`."""
         self._ended = True
-        return self._advance("")
+        told = self._advance("")
+        if not self._calls:
+            self._tell_blanks()
+        self._blanks = []
+        return told + self._take_told()
 
     def _advance(self, text: str) -> list[ParsedEvent]:
         self._buffer, self._place = self._buffer[self._place :] + text, 0
@@ -105,6 +121,14 @@ class OutputReader(ABC):
         told, self._told = self._told, []
         return [_event(kind, index, "".join(parts)) for kind, index, parts in told]
 
+    @property
+    def _reached(self) -> int:
+        """Where in the output what has not been read yet begins. A sign is read before more comes: it can only be last."""
+        unread = len(self._buffer) - self._place
+        if unread and (mark := self._spelt.get(self._buffer[-1])) is not None:
+            unread += len(mark) - 1
+        return self._length - unread
+
     # What is told.
 
     def _tell(self, kind: type, index: int, text: str) -> None:
@@ -114,14 +138,30 @@ class OutputReader(ABC):
             self._told.append((kind, index, [text]))
 
     def _tell_content(self, text: str) -> None:
-        """Blanks at its end wait: before a call they are none."""
+        """What ends where has been read. Blanks at its end wait: before a call they are none."""
         text = self._in_words(text)
+        begin = self._reached - len(text)
         shown = text.rstrip(BLANKS)
         if shown:
-            self._tell(ContentText, 0, "".join([*self._blanks, shown]))
-            self._blanks, self._has_content = [], True
+            self._tell_blanks()
+            self._tell_shown(begin, shown)
+            self._has_content = True
         if len(shown) < len(text):
-            self._blanks.append(text[len(shown) :])
+            self._blanks.append((begin + len(shown), text[len(shown) :]))
+
+    def _tell_blanks(self) -> None:
+        """They are content."""
+        waiting, self._blanks = self._blanks, []
+        for begin, blanks in waiting:
+            self._tell_shown(begin, blanks)
+
+    def _tell_shown(self, begin: int, text: str) -> None:
+        """Content; `_told` has the place where it ends."""
+        parts: list[str] = []
+        if self._told and self._told[-1][:2] == (ContentText, begin):
+            parts = self._told.pop()[2]
+        parts.append(text)
+        self._told.append((ContentText, begin + len(text), parts))
 
     def _in_words(self, text: str) -> str:
         for sign, mark in self._spelt.items():
@@ -162,14 +202,15 @@ class OutputReader(ABC):
         while True:
             found = pattern.search(self._buffer, self._place)
             if found is not None:
-                tell(self._buffer[self._place : found.start()])
+                begin, self._place = self._place, found.start()
+                tell(self._buffer[begin : self._place])
                 self._place = found.end()
                 return found[0]
             held = 0 if self._ended else max((_overlap(self._buffer, m) for m in marks), default=0)
             end = max(self._place, len(self._buffer) - held)
             was_told = was_told or self._place < end
-            tell(self._buffer[self._place : end])
-            self._place = end
+            begin, self._place = self._place, end
+            tell(self._buffer[begin:end])
             if self._ended:
                 return None
             if was_told and not held:
@@ -282,17 +323,18 @@ class OutputReader(ABC):
         return False
 
 
-_TEXTS = (ContentText, ReasoningText, ToolCallArguments)
+_TEXTS = (ReasoningText, ToolCallArguments)
 
 
-def _event(kind: type, index: int, text: str) -> ParsedEvent:
+def _event(kind: type, place: int, text: str) -> ParsedEvent:
+    """`place` is a call's number, or where content ends."""
     if kind is ToolCallBegun:
-        return ToolCallBegun(index, text)
+        return ToolCallBegun(place, text)
     if kind is ToolCallArguments:
-        return ToolCallArguments(index, text)
+        return ToolCallArguments(place, text)
     if kind is ToolCallEnded:
-        return ToolCallEnded(index)
-    return ReasoningText(text) if kind is ReasoningText else ContentText(text)
+        return ToolCallEnded(place)
+    return ReasoningText(text) if kind is ReasoningText else ContentText(text, place - len(text))
 
 
 def _overlap(text: str, mark: str) -> int:

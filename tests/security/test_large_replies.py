@@ -50,13 +50,27 @@ async def test_a_large_reply_is_sent_some_at_a_time_and_a_small_one_at_once():
 
 @pytest.fixture
 def most_at_once(monkeypatch):
-    """The largest number of log-probabilities' entries that were written in one go."""
+    """The numbers of log-probabilities' entries that were written in one go: as a list, or one by one before the event
+    loop ran again.
+    """
     counts: list[int] = []
     encode = msgspec.json.encode
+    in_turn = False
+
+    def ended() -> None:
+        nonlocal in_turn
+        in_turn = False
 
     def counted(value: Any) -> bytes:
+        nonlocal in_turn
         if isinstance(value, list):
             counts.append(sum(isinstance(element, dict) for element in value))
+        elif isinstance(value, dict) and "top_logprobs" in value:
+            if not in_turn:
+                counts.append(0)
+                asyncio.get_running_loop().call_soon(ended)
+            counts[-1] += 1
+            in_turn = True
         return encode(value)
 
     monkeypatch.setattr("msgspec.json.encode", counted)

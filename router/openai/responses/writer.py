@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,12 +13,12 @@ from pydantic import BaseModel
 
 from baton.errors import BatonError
 from baton.generation import FinishReason
-from router.generation.generation_run import Delta, GenerationRun, LoggedToken, take_logged
+from router.generation.generation_run import Delta, GenerationRun, take_logged
 from router.generation.parsed_choice import ParsedChoice
 from router.generation.planner import RequestContext
 from router.http.errors import error_details
 from router.http.streaming import json_text, model_event, named_event
-from router.openai.logprobs import chat_entries, chat_logprobs
+from router.openai.logprobs import AT_ONCE, chat_entries
 from router.openai.responses.replies import (
     ArgumentsDoneEvent,
     ErrorEvent,
@@ -70,7 +71,7 @@ class _Item:
         name: Of the function that is called.
         call_id: Of the call.
         texts: Its text, or its arguments.
-        logprobs: Of a message, the JSON of those of its tokens: what stands in a list, without the brackets.
+        logprobs: Of a message, the JSON of those of each of its tokens.
     """
 
     kind: _Kind
@@ -126,6 +127,7 @@ class ResponseWriter:
             in_reasoning=context.in_reasoning,
             tells_reasoning=body.include_reasoning is not False,
         )
+        self._logged = deque[tuple[int, bytes]]()
         self._numbers = count()
         self._items: list[_Item] = []
         self._open: _Item | None = None
@@ -154,26 +156,34 @@ class ResponseWriter:
                 written.append(self._delta_event(item, text, logged))
         return b"".join(written)
 
-    def _gained(self, delta: Delta) -> Iterator[tuple[_Item, str, list[LoggedToken]]]:
-        """Each piece of an item's text with the item, before it is in the item's texts; and once, where that is a
-        message, with the tokens of the delta whose log-probabilities are told.
+    def _gained(self, delta: Delta) -> Iterator[tuple[_Item, str, list[bytes]]]:
+        """Each piece of an item's text with the item, before it is in the item's texts; where that is a message, with
+        the log-probabilities of the tokens that begin in the piece, and at the end of those without a text of their own.
         """
         self._finish = delta.finish
-        logged = delta.logged if self._body.num_logprobs is not None else []
         for event in self._parsed.push(delta):
             match event:
                 case ContentText():
+                    self._logged_before(event.begin)
+                    logged = self._logged_before(event.begin + len(event.text))
                     yield self._item("message"), event.text, logged
-                    logged = []
                 case ReasoningTold():
                     yield self._item("reasoning"), event.text, []
                 case ToolCallBegun():
                     yield self._new("function_call", event.name), "", []
                 case ToolCallArguments():
                     yield self._items[-1], event.text, []
+        self._logged_before(self._parsed.settled)
         in_message = bool(self._items) and self._items[-1].kind == "message"
-        if logged and (in_message or self._parsed.is_text):
-            yield self._item("message"), "", logged  # tokens without a text of their own
+        if delta.finish is not None and self._logged and (in_message or self._parsed.is_text):
+            yield self._item("message"), "", [entry for _, entry in self._logged]
+
+    def _logged_before(self, place: int) -> list[bytes]:
+        """Takes what is written of the tokens that begin before this place in the text."""
+        taken: list[bytes] = []
+        while self._logged and self._logged[0][0] < place:
+            taken.append(self._logged.popleft()[1])
+        return taken
 
     def _item(self, kind: _Kind) -> _Item:
         """The last one, if it is of this kind; else a new one."""
@@ -220,14 +230,11 @@ class ResponseWriter:
         )
         return model_event(event)
 
-    def _delta_event(self, item: _Item, text: str, logged: list[LoggedToken]) -> bytes:
+    def _delta_event(self, item: _Item, text: str, logged: list[bytes]) -> bytes:
         logprobs = b""
         if item.kind == "message":
-            count = self._body.num_logprobs or 0
-            entries = msgspec.json.encode(list(chat_entries(logged, count, self._pieces)))
-            logprobs = b',"logprobs":%b' % entries
-            if logged:
-                item.logprobs.append(entries[1:-1])
+            logprobs = b',"logprobs":[%b]' % b",".join(logged)
+            item.logprobs += logged
         data = b'%b,"delta":%b%b,"sequence_number":%d}' % (
             self._delta_head,
             json_text(text),
@@ -267,7 +274,14 @@ class ResponseWriter:
         yield from _with_logprobs(model_event(whole), [item])
 
     async def before(self, deltas: Sequence[Delta]) -> None:
-        """Nothing."""
+        """Writes the log-probabilities of their tokens. Which of these a message has is known with its text."""
+        if (count := self._body.num_logprobs) is None:
+            return
+        for place, token in enumerate(take_logged(deltas), start=1):
+            (entry,) = chat_entries([token], count, self._pieces)
+            self._logged.append((token.text_offset, msgspec.json.encode(entry)))
+            if place % AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     async def closing(self, timings: Sequence[Timing]) -> list[bytes]:  # noqa: ARG002
         """The last item and the response, both of them done.
@@ -303,13 +317,11 @@ class ResponseWriter:
     ) -> list[bytes]:
         """The response with its items, with turns for others between its deltas."""
         (deltas,) = choices
-        count = self._body.num_logprobs or 0
         for delta in deltas:
+            await self.before([delta])
             for item, text, logged in self._gained(delta):
                 item.texts.append(text)
-                if logged:
-                    _, *entries, _ = await chat_logprobs(take_logged([delta]), count, self._pieces)
-                    item.logprobs.append(b"".join(entries))
+                item.logprobs += logged
             await asyncio.sleep(0)
         if not self._items:
             self._new("message")

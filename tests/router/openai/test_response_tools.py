@@ -44,6 +44,12 @@ def said(output: list[Any]) -> list[tuple[Any, ...]]:
     return found
 
 
+def logged(output: list[Any]) -> list[Any]:
+    """The log-probabilities of all messages."""
+    messages = [item for item in output if item["type"] == "message"]
+    return [entry for item in messages for part in item["content"] for entry in part["logprobs"]]
+
+
 def check_stream(events: list[tuple[str, Any]]) -> dict[str, Any]:
     """The events are numbered, items begin and end one after the other and add up to those of the response,
     which is returned.
@@ -112,6 +118,44 @@ async def test_reasoning_is_an_item_of_its_own_and_counted() -> None:
         assert said(streamed["output"]) == said(whole["output"])
         hidden = (await respond(served, include_reasoning=False, **asked)).json()
         assert said(hidden["output"]) == said(whole["output"])[1:]
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("let me see</think>Yes.", THINKS),
+        ("let me see</think>Yes.", {**THINKS, "include_reasoning": False}),
+        (" \n Yes, 你好. \n", {}),
+        ("I look. \n" + call("now"), {}),
+        (call("now") + "\nI looked.", {}),
+        ('Say <tool_call> or <tool_call>{"name": 5}</tool_call>.', {}),
+        ("Well <tool_call>.", {"stop": "tool"}),
+        ("I look." + call("weather", city="Paris"), {"max_output_tokens": 12}),
+        ("one two three " * 6 + call("now"), {"stream_interval": 50}),
+    ],
+)
+async def test_log_probabilities_are_those_of_the_tokens_of_a_message(
+    text: str, fields: dict[str, Any]
+) -> None:
+    asked: dict[str, Any] = {"tools": [WEATHER, NOW], **LOGPROBS, **fields}
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says(text)
+        whole = (await respond(served, **asked)).json()["output"]
+        events = named_events((await respond(served, stream=True, **asked)).text)
+        streamed = check_stream(events)["output"]
+        assert logged(streamed) == logged(whole)
+        (message,) = [item for item in whole if item["type"] == "message"]
+        spelt = bytes(byte for entry in logged([message]) for byte in entry["bytes"])
+        is_cut = message is not whole[-1] or "max_output_tokens" in fields
+        end = "" if is_cut else fields.get("stop", "<|end|>")
+        assert spelt.decode() == message["content"][0]["text"] + end
+        told = [
+            e
+            for name, event in events
+            if name.endswith("text.delta")
+            for e in event.get("logprobs", ())
+        ]
+        assert told == logged(streamed)
 
 
 async def test_an_answer_that_is_cut_within_a_call_is_incomplete() -> None:

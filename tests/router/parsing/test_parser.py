@@ -95,17 +95,44 @@ def parsed(
             for place, part in enumerate(piece.split(mark)):
                 split += [token, part] if place else [part]
         pieces = split
+    spelt = {token: mark for mark, token in made.marker_ids.items()}
+    at = 0
     for piece in pieces:
         if isinstance(piece, int):
-            events += parser.push_marker(piece)
+            check_places(made, text, parser.settled, gained := parser.push_marker(piece))
+            events += gained
+            at += len(spelt[piece])
             continue
         ends = sorted({0, len(piece), *(cut % (len(piece) + 1) for cut in cuts)})
         for begin, end in pairwise(ends):
-            kind = parser.plain_kind(piece[begin:end])
-            events += (
-                parser.push_text(piece[begin:end]) if kind is None else [kind(piece[begin:end])]
-            )
-    return said([*events, *parser.finish()])
+            part, settled = piece[begin:end], parser.settled
+            match parser.plain_kind(part):
+                case None:
+                    gained = parser.push_text(part)
+                case kind:
+                    gained = [ContentText(part, at) if kind is ContentText else ReasoningText(part)]
+            check_places(made, text, settled, gained)
+            events += gained
+            at += end - begin
+    check_places(made, text, parser.settled, gained := parser.finish())
+    assert parser.settled == len(text)
+    return said([*events, *gained])
+
+
+def check_places(
+    made: OutputFormat, text: str, settled: int, gained: Sequence[ParsedEvent]
+) -> None:
+    """Content stands where it says that it begins, and what was settled before holds none of it. Between messages of
+    Harmony there is a line break that nobody wrote.
+    """
+    for event in gained:
+        if isinstance(event, ContentText):
+            begin, end = event.begin, event.begin + len(event.text)
+            begin += made.is_harmony and text[begin:end] != event.text
+            assert event.text.endswith(text[begin:end])
+            assert len(event.text) - (end - begin) <= made.is_harmony
+            assert settled <= begin
+            settled = end
 
 
 def hermes(*calls: tuple[str, object]) -> str:
