@@ -213,7 +213,7 @@ class FamilyParser(OutputReader):
                 parts: list[str] = []
                 if not (yield from self._read_value(parts.append)):
                     return begun
-                held = "".join(parts) if key in _ARGUMENT_KEYS else held
+                held = self._in_words("".join(parts)) if key in _ARGUMENT_KEYS else held
         if not name:
             return False
         if not begun:

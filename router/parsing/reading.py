@@ -285,10 +285,9 @@ class OutputReader(ABC):
             if char == "\\":
                 read.append((yield from self._next()))
         try:
-            text = from_json("".join(read) + '"')
+            return str(from_json(self._in_words("".join(read)) + '"'))
         except ValueError:
             return None
-        return self._in_words(str(text))
 
     def _read_value(self, take: Callable[[str], None]) -> Reading[bool]:
         """A value of JSON, given to `take` as it comes; whether it was whole."""

@@ -422,6 +422,29 @@ def test_what_begins_like_a_call_and_is_none_is_content(family: str, text: str) 
     assert (found.content, found.calls) == (text, [])
 
 
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"na<|python_tag|>me": "now", "parameters": {}}', []),
+        ('{"name": "<|python_tag|>now", "parameters": {}}', []),
+        (
+            '<|python_tag|>{"x<|python_tag|>": 1, "name": "now", "parameters": {}}',
+            [("now", "{}")],
+        ),
+        (
+            '<|python_tag|>{"parameters": "{\\"x\\": \\"<|python_tag|>\\"}", "name": "now"}',
+            [("now", '{"x": "<|python_tag|>"}')],
+        ),
+    ],
+)
+def test_a_mark_that_is_a_token_may_stand_within_a_text_of_json(
+    text: str, calls: list[tuple[str, str]]
+) -> None:
+    found = parsed(output_format("llama3_json", None, as_tokens=True), text)
+    assert found.calls == calls
+    assert found.content == ("" if calls else text)
+
+
 def test_a_call_that_breaks_off_has_what_there_was_of_it() -> None:
     made = output_format("hermes", None, as_tokens=False)
     found = parsed(made, '<tool_call>{"name": "now", "arguments": {"city": "Par')
