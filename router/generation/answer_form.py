@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self
 
 from llguidance import LLMatcher, StructTag
-from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError, model_validator
 from pydantic_core import from_json
 
@@ -253,28 +253,34 @@ def _from_json(text: str, param: str) -> JsonValue:
     return found
 
 
+_IS_LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
+"""What the converter takes for Lark's notation. Its own expression begins anew at each of many empty lines."""
+
+
 def _lark(text: str, param: str) -> str:
-    if len(text) > MAX_GBNF_CHARACTERS and not is_lark_syntax(text):
+    if _IS_LARK.search(text):
+        return text
+    if len(text) > MAX_GBNF_CHARACTERS:
         raise InvalidRequestError(
             f"{param}: a grammar in GBNF's notation has at most {MAX_GBNF_CHARACTERS} characters; in Lark's it may be longer.",
             param=param,
         )
     try:
-        return any_to_lark(text)
+        return gbnf_to_lark(text)
     except Exception as error:  # the converter raises bare `Exception` too
         raise InvalidRequestError(f"{param}: {str(error)[:300]}", param=param) from error
 
 
 _BLANK = re.compile(r"\s*")
 _LARK_PIECES = re.compile(
-    r'"(?:\\.|[^"\\])*"'  # texts
+    r'"(?:\\.|[^"\\])*"?'  # texts
     r"|(?:#|//)[^\n]*"  # remarks
-    r"|/(?:\\.|[^/\\])+/"  # regular expressions
+    r"|/(?:\\.|[^/\\])+/?"  # regular expressions
     r"|<[^<>]+>"  # special tokens
     r"|(?P<json>%(?:json|llguidance|regex))"
 )
 """Of a grammar in Lark's notation, what may hold `%json` without meaning it, as llguidance cuts texts. What it would
-refuse may be cut otherwise.
+refuse may be cut otherwise: what is not closed ends with the grammar, so that nothing is read twice.
 """
 
 

@@ -360,6 +360,18 @@ async def test_each_api_says_why_there_is_no_such_grammar(path, form, why):
         assert served.generator.requests == []
 
 
+@pytest.mark.timeout(5)
+@pytest.mark.parametrize(
+    "grammar",
+    ['start: "a"\nb: "' + '\\"' * 32_000, 'start: "a"\nb: /' + "\\/" * 32_000, "\n" * 64_000 + "x"],
+    ids=["a text", "a regex", "empty lines"],
+)
+async def test_a_long_grammar_that_is_none_is_read_once(checker, grammar):
+    """Read anew from each of its signs, each of these keeps every thread waiting for longer than this test may take."""
+    with pytest.raises(InvalidRequestError):
+        await checker.text_of(of("grammar", grammar), "tenant")
+
+
 def assert_refused(path: str, reply: httpx.Response, param: str) -> None:
     """In the API's own shape, by the field's name."""
     assert reply.status_code == 400, reply.text
