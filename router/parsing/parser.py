@@ -276,18 +276,22 @@ class FamilyParser(OutputReader):
         if name is None or not TOOL_NAME.fullmatch(name.strip()):
             return False
         self._begin_call(name.strip())
-        types = _types(self._parameters.get(name.strip()))
-        opening, told = "{", set[str]()
+        parameters, types = self._parameters.get(name.strip()), dict[str, Types]()
+        opening = "{"
         while (yield from self._accept_after_blanks("<parameter=")):
             key = yield from self._read_until(">")
-            value = yield from self._read_tagged_value(types.get(key or ""))
-            if key is None or value is None:
+            if key is None:
                 return True  # the call broke off within a parameter
-            if key in told:
+            is_told = key in types
+            if not is_told:
+                types[key] = _types(parameters, key)
+            value = yield from self._read_tagged_value(types[key])
+            if value is None:
+                return True
+            if is_told:
                 continue
-            told.add(key)
             value = value.removeprefix("\n").removesuffix("\n")
-            member = f"{json.dumps(key)}: {as_json(value, types.get(key))}"
+            member = f"{json.dumps(key)}: {as_json(value, types[key])}"
             self._tell_arguments(opening + member)
             opening = ", "
         self._tell_arguments("{}" if opening == "{" else "}")
@@ -498,11 +502,9 @@ def _number(word: str) -> str:
     return json.dumps(value) if isfinite(value) else ""
 
 
-def _types(parameters: object) -> Mapping[str, Types]:
-    """Of each parameter, what its values may be."""
+def _types(parameters: object, name: str) -> Types:
+    """What the values of a parameter may be."""
     if not isinstance(parameters, dict):
-        return {}
+        return None
     properties = parameters.get("properties")
-    if not isinstance(properties, Mapping):
-        return {}
-    return {key: types_of(schema, parameters) for key, schema in properties.items()}
+    return types_of(properties.get(name), parameters) if isinstance(properties, dict) else None

@@ -57,6 +57,7 @@ def keyword_arguments(
         return None
     if not _refers_to_shared(properties):
         return None
+    needed = set(required)
     shared = {key: parameters[key] for key in _SHARED if key in parameters}
     found: list[KeywordArgument] = []
     for name, schema in properties.items():
@@ -65,7 +66,7 @@ def keyword_arguments(
         if any(key in schema for key in _OWN_SCOPE):
             return None
         whole = schema | shared if any(True for _ in _references(schema)) else schema
-        found.append(KeywordArgument(name=name, schema=whole, required=name in required))
+        found.append(KeywordArgument(name=name, schema=whole, required=name in needed))
     return found
 
 

@@ -16,8 +16,11 @@ values are.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 
 from pydantic import JsonValue
 from pydantic_core import from_json
@@ -27,8 +30,8 @@ from router.parsing.python_calls import REMARKS, keyword_arguments
 
 VALUE_END = "</parameter>"
 _NAME = re.compile(r"[^<>\n]{1,128}")
-_DEEPEST = 16
-"""References and alternatives within each other that are followed."""
+_MOST_VALUES = 4096
+"""That the parameters of one tool list, where these may be texts: the grammar writes out each."""
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
 _LENGTHS = frozenset({"type", "minLength", "maxLength"})
@@ -67,6 +70,28 @@ class Unheld:
     path: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What a schema tells of the values that it takes.
+
+    Attributes:
+        types: That they have.
+        values: All of them, where it lists them.
+        takes_all: It demands no more than some types, so that a text can be read as either of them.
+        lengths: How long texts may be, where it demands nothing else of them; they may also be null.
+    """
+
+    types: Types = None
+    values: tuple[JsonValue, ...] | None = None
+    takes_all: bool = False
+    lengths: tuple[int, int | None] | None = None
+
+
+_NOTHING = _Told()
+_NOWHERE: JsonObject = {"$ref": None}
+_NULL = frozenset({"null"})
+
+
 def types_of(schema: object, root: JsonObject) -> Types:
     """The types that values of a schema may have.
 
@@ -74,12 +99,72 @@ def types_of(schema: object, root: JsonObject) -> Types:
         schema: Part of `root`.
         root: Which its references are to.
     """
-    return _types_of(schema, root, _DEEPEST)
+    return _told_by([schema], root).get(id(schema), _NOTHING).types
 
 
-def _types_of(schema: object, root: JsonObject, depth: int) -> Types:
-    if not isinstance(schema, Mapping) or not depth:
-        return None
+def _told_by(schemas: Iterable[object], root: JsonObject) -> Mapping[int, _Told]:
+    """What these schemas tell, and those that they lead to, by their `id`. Each is looked at once, after those that it
+    leads to: a few may refer to each other in so many ways that nobody could follow all of them. What leads back to
+    itself is left out.
+    """
+    parts: dict[int, list[JsonObject]] = {}
+    order = TopologicalSorter[int]()
+    found: dict[int, JsonObject] = {}
+    left = [schema for schema in schemas if isinstance(schema, dict)]
+    while left:
+        schema = left.pop()
+        if id(schema) not in found:
+            found[id(schema)] = schema
+            parts[id(schema)] = _parts(schema, root)
+            order.add(id(schema), *map(id, parts[id(schema)]))
+            left += parts[id(schema)]
+    with suppress(CycleError):  # what does not lead into a cycle is ready all the same
+        order.prepare()
+    told_by: dict[int, _Told] = {}
+    while ready := order.get_ready():
+        for place in ready:
+            told_by[place] = _told(found[place], [told_by[id(part)] for part in parts[place]])
+        order.done(*ready)
+    return told_by
+
+
+def _parts(schema: JsonObject, root: JsonObject) -> list[JsonObject]:
+    """The schemas that say what one takes, where it says so by others."""
+    match schema:
+        case {"$ref": str(reference)}:
+            parts = [_referred(reference, root)]
+        case {"anyOf": list(parts)} | {"oneOf": list(parts)} | {"allOf": list(parts)}:
+            pass
+        case _:
+            return []
+    return [part if isinstance(part, dict) else _NOWHERE for part in parts]
+
+
+def _told(schema: JsonObject, parts: Sequence[_Told]) -> _Told:
+    """What a schema tells, of whose parts it is known."""
+    demands = _demands(schema)
+    if demands == {"$ref"}:
+        return parts[0] if parts else _NOTHING
+    types = _types(schema, parts)
+    if demands == {"anyOf"} and parts:
+        texts = [part for part in parts if part.types != _NULL]
+        return _Told(
+            types=types,
+            values=_all_values(parts),
+            takes_all=all(part.takes_all for part in parts),
+            lengths=texts[0].lengths if len(texts) == 1 else None,
+        )
+    if demands == {"anyOf", "type"}:
+        return _Told(types=types, values=_all_values(parts))
+    return _Told(
+        types=types,
+        values=_values(schema, types),
+        takes_all=demands <= {"type"},
+        lengths=_lengths(schema),
+    )
+
+
+def _types(schema: JsonObject, parts: Sequence[_Told]) -> Types:
     match schema:
         case {"type": str(name)}:
             return frozenset({name})
@@ -89,15 +174,13 @@ def _types_of(schema: object, root: JsonObject, depth: int) -> Types:
             return frozenset(map(_type_of, values))
         case {"const": value}:
             return frozenset({_type_of(value)})
-        case {"$ref": str(reference)}:
-            return _types_of(_referred(reference, root), root, depth - 1)
-        case {"anyOf": list(parts)} | {"oneOf": list(parts)}:
-            found = [_types_of(part, root, depth - 1) for part in parts]
-            known = [types for types in found if types is not None]
-            return frozenset().union(*known) if len(known) == len(found) else None
-        case {"allOf": list(parts)}:
-            told = (_types_of(part, root, depth - 1) for part in parts)
-            return next((types for types in told if types is not None), None)
+        case {"$ref": str()}:
+            return parts[0].types
+        case {"anyOf": list()} | {"oneOf": list()}:
+            known = [part.types for part in parts if part.types is not None]
+            return frozenset().union(*known) if len(known) == len(parts) else None
+        case {"allOf": list()}:
+            return next((part.types for part in parts if part.types is not None), None)
         case _:
             return None
 
@@ -163,40 +246,33 @@ def tagged_arguments(parameters: JsonObject) -> list[TaggedArgument] | Unheld | 
     keywords = keyword_arguments(parameters, _NAME)
     if keywords is None:
         return Unheld(path="")
+    told_by = _told_by((keyword.schema for keyword in keywords), parameters)
     found: list[TaggedArgument] = []
+    num_values = 0
     for keyword in keywords:
         name, schema, required = keyword.name, keyword.schema, keyword.required
-        types = types_of(schema, parameters)
-        if types is not None and "string" not in types:
+        told = told_by.get(id(schema), _NOTHING)
+        if told.types is not None and "string" not in told.types:
             found.append(TaggedArgument(name=name, required=required, schema=schema))
-            continue
-        whole = _followed(schema, parameters)
-        if (values := _constants(whole, parameters)) is not None:
-            texts = tuple(v if isinstance(v, str) else json.dumps(v) for v in values)
-            pairs = zip(texts, values, strict=True)
-            if any(VALUE_END in t or from_json(as_json(t, types)) != v for t, v in pairs):
+        elif told.values is not None:
+            num_values += len(told.values)
+            texts = tuple(v if isinstance(v, str) else json.dumps(v) for v in told.values)
+            if num_values > _MOST_VALUES or not _are_read_back(texts, told.values, told.types):
                 return Unheld(path=f"properties.{name}")
             found.append(TaggedArgument(name=name, required=required, texts=texts))
-        elif _takes_all_of_its_types(whole, parameters):
+        elif told.takes_all:
             found.append(TaggedArgument(name=name, required=required))
-        elif (lengths := _lengths(whole, parameters)) is not None:
-            found.append(TaggedArgument(name=name, required=required, lengths=lengths))
+        elif told.lengths is not None:
+            found.append(TaggedArgument(name=name, required=required, lengths=told.lengths))
         else:
             return Unheld(path=f"properties.{name}")
     return found
 
 
-def _followed(schema: JsonValue, root: JsonObject) -> JsonObject:
-    """A schema, or what it leads to where it is a reference; one that demands what cannot be told for another."""
-    for _ in range(_DEEPEST):
-        if not isinstance(schema, dict):
-            break
-        if not isinstance(reference := schema.get("$ref"), str):
-            return schema
-        if _demands(schema) != {"$ref"}:
-            break
-        schema = _referred(reference, root)
-    return {"$ref": None}
+def _are_read_back(texts: Sequence[str], values: Sequence[JsonValue], types: Types) -> bool:
+    """Whether texts are read as the values that they stand for."""
+    pairs = zip(texts, values, strict=True)
+    return all(VALUE_END not in t and from_json(as_json(t, types)) == v for t, v in pairs)
 
 
 def _demands(schema: JsonObject) -> set[str]:
@@ -204,38 +280,29 @@ def _demands(schema: JsonObject) -> set[str]:
     return set(schema) - REMARKS
 
 
-def _constants(schema: JsonObject, root: JsonObject) -> list[JsonValue] | None:
-    """All values that a schema takes, where it lists them."""
-    types, demands = types_of(schema, root), _demands(schema) - {"type"}
-    if demands == {"anyOf"} and isinstance(parts := schema["anyOf"], list):
-        found = [_constants(_followed(part, root), root) for part in parts]
-        return None if None in found else [value for values in found for value in values or ()]
+def _values(schema: JsonObject, types: Types) -> tuple[JsonValue, ...] | None:
+    demands = _demands(schema) - {"type"}
     listed: JsonValue = None
     if demands == {"enum"}:
         listed = schema["enum"]
     elif demands == {"const"}:
         listed = [schema["const"]]
-    elif not demands and types == frozenset({"null"}):
+    elif not demands and types == _NULL:
         listed = [None]
     if not isinstance(listed, list) or types is None:
         return None
-    return [v for v in listed if _type_of(v) in types] or None
+    return tuple(v for v in listed if _type_of(v) in types) or None
 
 
-def _takes_all_of_its_types(schema: JsonObject, root: JsonObject) -> bool:
-    """Whether it demands no more than some types, so that a text can be read as either of them."""
-    demands = _demands(schema)
-    if demands == {"anyOf"} and isinstance(parts := schema["anyOf"], list):
-        return all(_takes_all_of_its_types(_followed(part, root), root) for part in parts)
-    return demands <= {"type"}
+def _all_values(parts: Sequence[_Told]) -> tuple[JsonValue, ...] | None:
+    """Those of alternatives, where each lists its own and they are not too many."""
+    found = [part.values for part in parts if part.values is not None]
+    if len(found) < len(parts) or sum(map(len, found)) > _MOST_VALUES:
+        return None
+    return tuple(chain.from_iterable(found)) or None
 
 
-def _lengths(schema: JsonObject, root: JsonObject) -> tuple[int, int | None] | None:
-    """How long texts may be, of a schema that demands nothing else of them; they may also be null."""
-    if _demands(schema) == {"anyOf"} and isinstance(parts := schema["anyOf"], list):
-        inner = [_followed(part, root) for part in parts]
-        texts = [part for part in inner if types_of(part, root) != frozenset({"null"})]
-        return _lengths(texts[0], root) if len(texts) == 1 else None
+def _lengths(schema: JsonObject) -> tuple[int, int | None] | None:
     if schema.get("type") != "string" or not _demands(schema) <= _LENGTHS:
         return None
     least, most = schema.get("minLength", 0), schema.get("maxLength")

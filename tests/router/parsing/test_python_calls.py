@@ -39,3 +39,16 @@ def test_each_argument_has_the_schemas_that_it_refers_to() -> None:
 )
 def test_a_schema_that_says_more_stays_whole(more: JsonObject) -> None:
     assert keyword_arguments({**PLACE, **more}) is None
+
+
+@pytest.mark.timeout(10)
+def test_many_arguments_are_told_apart_from_many_that_are_required() -> None:
+    names = [f"a{place}" for place in range(40_000)]
+    many: JsonObject = {
+        "type": "object",
+        "properties": {n: {} for n in names},
+        "required": [*names],
+    }
+    found = keyword_arguments(many)
+    assert found is not None
+    assert all(argument.required for argument in found)

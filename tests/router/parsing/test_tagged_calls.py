@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import JsonValue
 
 from router.http.fields import JsonObject
 from router.parsing.output_format import ToolSchema
-from router.parsing.tagged_calls import Unheld, tagged_arguments
+from router.parsing.tagged_calls import TaggedArgument, Unheld, tagged_arguments
 from tests.router.parsing.test_parser import output_format, parsed
 
 OPTIONAL_DAYS: JsonObject = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
@@ -17,13 +19,14 @@ OPTIONAL_TEXT: JsonObject = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 KIND: JsonObject = {"$ref": "#/$defs/kind"}
 
 
-def read(schema: JsonObject, text: str, cuts: Sequence[int] = ()) -> object:
+SHARED: JsonObject = {"kind": {"enum": ["1", "2"]}, "place": {"type": "object"}}
+
+
+def read(
+    schema: JsonValue, text: str, cuts: Sequence[int] = (), shared: JsonObject = SHARED
+) -> object:
     """The argument `a` of a call in which the model writes `text` for it."""
-    parameters: JsonObject = {
-        "type": "object",
-        "properties": {"a": schema},
-        "$defs": {"kind": {"enum": ["1", "2"]}, "place": {"type": "object"}},
-    }
+    parameters: JsonObject = {"type": "object", "properties": {"a": schema}, "$defs": shared}
     parser = output_format("qwen3_coder", None, as_tokens=False)
     call = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n<parameter=b>\nx\n</parameter>\n</function>\n</tool_call>"
     found = parsed(parser, call, cuts, tools=[ToolSchema(name="f", parameters=parameters)])
@@ -94,6 +97,89 @@ def test_whatever_json_says_is_read_wherever_it_is_cut(
 )
 def test_what_a_call_cannot_be_held_to_has_a_path(schema: JsonObject, path: str) -> None:
     assert tagged_arguments({"type": "object", **schema}) == Unheld(path=path)
+
+
+LOOP: JsonObject = {"anyOf": [{"$ref": "#/$defs/loop"}] * 40}
+OTHER: JsonObject = {"anyOf": [{"$ref": "#/$defs/one"}, {"type": "integer"}]}
+TWICE: JsonObject = {
+    str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}, {"$ref": f"#/$defs/{i + 1}"}]}
+    for i in range(64)
+}
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("schema", "shared"),
+    [
+        ({"$ref": "#/$defs/loop"}, {"loop": LOOP}),
+        ({"oneOf": [{"$ref": "#/$defs/loop"}]}, {"loop": {"allOf": [{"$ref": "#/$defs/loop"}]}}),
+        ({"$ref": "#/$defs/one"}, {"one": {"$ref": "#/$defs/two"}, "two": OTHER}),
+        ({"$ref": "#/$defs/0"}, {**TWICE, "64": {"const": "a"}}),
+    ],
+    ids=["many", "allOf", "mutual", "twice"],
+)
+def test_schemas_that_refer_to_each_other_in_many_ways_are_looked_at_once(
+    schema: JsonObject, shared: JsonObject
+) -> None:
+    """Followed in every way, most of these would never come to an end."""
+    parameters: JsonObject = {"type": "object", "properties": {"a": schema}, "$defs": shared}
+    assert tagged_arguments(parameters) == Unheld(path="properties.a")
+    assert read(schema, "12", shared=shared) == "12"
+
+
+def test_references_are_followed_however_many_there_are() -> None:
+    shared: JsonObject = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(2000)}
+    shared["2000"] = {"type": ["string", "integer"]}
+    schema: JsonObject = {"$ref": "#/$defs/0"}
+    parameters: JsonObject = {"type": "object", "properties": {"a": schema}, "$defs": shared}
+    assert tagged_arguments(parameters) == [TaggedArgument(name="a", required=False)]
+    assert read(schema, "12", shared=shared) == 12
+
+
+def test_only_so_many_values_of_texts_are_written_out() -> None:
+    values: JsonObject = {"enum": [str(i) for i in range(3000)]}
+    parameters: JsonObject = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/v"}, "b": {"$ref": "#/$defs/v"}},
+        "$defs": {"v": values},
+    }
+    assert tagged_arguments(parameters) == Unheld(path="properties.b")
+
+
+PLACES = [
+    "#",
+    "#/$defs/x",
+    "#/$defs/y",
+    "#/$defs/~1~0",
+    "#/properties/a",
+    "#/$defs/none",
+    "x",
+    "#/",
+]
+PARTS: st.SearchStrategy[Any] = st.recursive(
+    st.sampled_from([True, {}, {"type": "string"}, {"enum": ["a", 1]}, {"type": 3}])
+    | st.sampled_from(PLACES).map(lambda place: {"$ref": place}),
+    lambda part: (
+        st.dictionaries(
+            st.sampled_from(["anyOf", "oneOf", "allOf"]), st.lists(part, max_size=4), max_size=2
+        )
+        | st.fixed_dictionaries({"items": part})
+        | st.fixed_dictionaries({"properties": st.fixed_dictionaries({"a": part})})
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    properties=st.dictionaries(st.sampled_from("abc"), PARTS, max_size=3),
+    shared=st.dictionaries(st.sampled_from(["x", "y", "/~"]), PARTS),
+)
+def test_whatever_schemas_refer_to_they_are_held_to_or_refused_and_their_calls_are_read(
+    properties: JsonObject, shared: JsonObject
+) -> None:
+    parameters: JsonObject = {"type": "object", "properties": properties, "$defs": shared}
+    tagged_arguments(parameters)
+    read(properties.get("a", {}), "1", shared=shared)
 
 
 def test_a_tool_takes_any_arguments_where_it_lists_none() -> None:
