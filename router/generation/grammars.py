@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as Metric
+from pydantic import JsonValue
 
 from baton.clock import Clock, MonotonicClock
 from baton.config.rules import MAX_GRAMMAR_BYTES
@@ -147,13 +148,7 @@ class GrammarChecker:
         """
         if form is None:
             return GrammarCheck(known="")
-        max_bytes = self._config.max_bytes
-        if _is_larger(form.value, max_bytes):
-            self._outcomes.labels("refused").inc()
-            raise InvalidRequestError(
-                f"{form.param}: longer than {max_bytes} characters (grammar.max_bytes).",
-                param=form.param,
-            )
+        self.check_size(form.value, form.param)
         digest = _digest(form)
         if (text := self._known.get(digest)) is not None:
             self._known.move_to_end(digest)
@@ -165,6 +160,27 @@ class GrammarChecker:
         self._checks.add(check)
         check.add_done_callback(self._checks.discard)
         return GrammarCheck(check=check)
+
+    def check_size(self, value: object, param: str) -> None:
+        """Refuses the value of a form that is larger than any may be, before it is looked at.
+
+        Raises:
+            InvalidRequestError: It is.
+        """
+        max_bytes = self._config.max_bytes
+        if _is_larger(value, max_bytes):
+            self._outcomes.labels("refused").inc()
+            raise InvalidRequestError(
+                f"{param}: longer than {max_bytes} characters (grammar.max_bytes).", param=param
+            )
+
+    def check_schema(self, schema: JsonValue, path: str, param: str) -> None:
+        """Refuses what is no schema, or what no answer can be held to, as the check of a form does.
+
+        Raises: As `checked_parts`.
+        """
+        for _ in checked_parts(schema, path, param, self._config.max_depth):
+            pass
 
     def close(self) -> None:
         """Ends the threads."""

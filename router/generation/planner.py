@@ -111,7 +111,7 @@ class RequestPlanner:
         slo = self._slo_classes.chosen(
             account.tenant.slo_class, service_tier=body.service_tier, priority=body.priority or 0
         )
-        _check_tools(body.callable_tools, self._output_format)
+        _check_tools(body.callable_tools, self._output_format, self._grammars)
         _check_budget(body, self._output_format)
         with self._metrics.counting_refusals(account.tenant.tenant_class):
             wanted = body.default_tokens if body.asked_tokens is None else body.asked_tokens
@@ -237,10 +237,13 @@ class RequestPlanner:
         )
 
 
-def _check_tools(tools: CallableTools | None, output_format: OutputFormat) -> None:
+def _check_tools(
+    tools: CallableTools | None, output_format: OutputFormat, grammars: GrammarChecker
+) -> None:
     """Refuses tools that the model cannot call.
 
     Raises:
+        InvalidRequestError: What calls are to be held to is no schema, takes no object, or is too large.
         UnsupportedParameterError: Its calls are not known, or it cannot be held to one.
     """
     if tools is None:
@@ -258,9 +261,18 @@ def _check_tools(tools: CallableTools | None, output_format: OutputFormat) -> No
             param="tools",
         )
     held = tools.tools if tools.required else [tool for tool in tools.tools if tool.strict]
+    grammars.check_size([tool.parameters for tool in held], "tools")
+    for tool in held:
+        if not tool.takes_objects:
+            raise InvalidRequestError(
+                f"tools.{tool.name}.{tools.schema_field}.type: must be, or list, object: a call's arguments are one.",
+                param="tools",
+            )
     if (unheld := output_format.unheld(held)) is not None:
         tool, path = unheld
-        where = ".".join(filter(None, (f"tools.{tool.name}.{tools.schema_field}", path)))
+        whole = f"tools.{tool.name}.{tools.schema_field}"
+        grammars.check_schema(tool.parameters, whole, "tools")
+        where = ".".join(filter(None, (whole, path)))
         raise UnsupportedParameterError(
             f"{where}: a call as {output_format.tools.name} writes it cannot be held to this schema.",
             param="tools",

@@ -45,6 +45,17 @@ class ToolSchema:
     parameters: JsonObject
     strict: bool = False
 
+    @property
+    def takes_objects(self) -> bool:
+        """Whether `parameters` says no other types, or objects among them."""
+        types = self.parameters.get("type", "object")
+        return types == "object" or (isinstance(types, list) and "object" in types)
+
+    @property
+    def arguments(self) -> JsonObject:
+        """The schema of the objects that `parameters` takes: a call's arguments are nothing else."""
+        return self.parameters | {"type": "object"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFormat:
@@ -113,7 +124,7 @@ class OutputFormat:
         if self.tools is None or self.tools.shape is not CallShape.TAGGED:
             return None
         for tool in tools:
-            if isinstance(found := tagged_arguments(tool.parameters), Unheld):
+            if isinstance(found := tagged_arguments(tool.arguments), Unheld):
                 return tool, found.path
         return None
 
@@ -126,7 +137,7 @@ class OutputFormat:
                 found += [one.schema for one in tagged if one.schema is not None]
                 continue
             keywords = self._keywords(tool)
-            found += [tool.parameters] if keywords is None else [one.schema for one in keywords]
+            found += [tool.arguments] if keywords is None else [one.schema for one in keywords]
         return found
 
     def calls_lark(self, tools: Sequence[ToolSchema], *, parallel: bool, schema: str) -> str:
@@ -302,7 +313,7 @@ class OutputFormat:
     def _keywords(self, tool: ToolSchema) -> list[KeywordArgument] | None:
         """The arguments of a tool where they are written one by one; None where they are one object."""
         written = self.tools is not None and self.tools.shape is CallShape.PYTHON
-        return keyword_arguments(tool.parameters) if written else None
+        return keyword_arguments(tool.arguments) if written else None
 
     def any_lark(self) -> str:
         """What holds an answer to nothing: text, and marks that are tokens, but for reasoning again.
@@ -380,7 +391,7 @@ _ANY_TEXT = "/(?s:.*)/"
 
 def _tagged(tool: ToolSchema) -> list[TaggedArgument] | None:
     """The arguments of a tool to whose schema calls can be held."""
-    found = tagged_arguments(tool.parameters)
+    found = tagged_arguments(tool.arguments)
     assert not isinstance(found, Unheld)
     return found
 

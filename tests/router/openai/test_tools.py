@@ -1,9 +1,11 @@
 """Calls of tools and reasoning in chat completions: what is asked, what the template sees, what is answered."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from baton.generation import FinishReason, Prompt
 from baton.hashing import chain_keys, root_key
@@ -11,7 +13,7 @@ from baton.ids import BlockKey
 from router.openai.replies import ChatCompletion, ChatCompletionChunk
 from router.parsing.families import TOOL_FAMILIES
 from tests.router.known_workers import layout
-from tests.router.served import Served, events, serve
+from tests.router.served import MODEL, Served, events, serve
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -307,7 +309,61 @@ async def test_a_schema_that_requires_what_is_no_name_is_refused(family: str, na
         reply = await served.chat(tools=[tool], tool_choice="required")
         error = reply.json()["error"]
         assert (reply.status_code, error["param"]) == (400, "tools")
-        assert error["message"].startswith("tools.weather.parameters")
+        assert error["code"] == "invalid_request"
+        assert error["message"].startswith("tools.weather.parameters.required: must be an array")
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "required", "field"),
+    [
+        ("chat/completions", lambda of: {"type": "function", "function": {"name": "f", "parameters": of}}, "required", "parameters"),
+        ("responses", lambda of: {"type": "function", "name": "f", "parameters": of}, "required", "parameters"),
+        ("messages", lambda of: {"name": "f", "input_schema": of}, {"type": "any"}, "input_schema"),
+    ],
+    ids=["chat", "response", "message"],
+)  # fmt: skip
+async def test_required_calls_are_held_to_objects(
+    path: str, tool: Callable[[Any], Any], required: Any, field: str
+) -> None:
+    said = [{"role": "user", "content": "hi"}]
+    asked: dict[str, dict[str, Any]] = {
+        "responses": {"input": "hi"},
+        "messages": {"messages": said, "max_tokens": 9},
+    }
+    fields = {"model": MODEL, "tool_choice": required, **asked.get(path, {"messages": said})}
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says(call("f", city="Paris"))
+        schema = {k: v for k, v in WEATHER["function"]["parameters"].items() if k != "type"}
+        reply = await served.http.post(f"/v1/{path}", json=fields | {"tools": [tool(schema)]})
+        assert reply.status_code == 200, reply.text
+        held = grammar(served)
+        assert not LLMatcher.validate_grammar(held)
+        assert '"type": "object"' in held.replace("\\", "")
+        prompt = list(served.generator.requests[-1].prompt.prompt_tokens)
+        shown = (await served.tokenizer.decode(prompt)).partition("</tools>")[0]
+        assert '"city"' in shown
+        assert '"type": "object"' not in shown, "the template is shown what was sent"
+        for types in ("string", ["null", "array"]):
+            tools = {"tools": [tool({"type": types})]}
+            error = (await served.http.post(f"/v1/{path}", json=fields | tools)).json()["error"]
+            assert f"tools.f.{field}.type: must be, or list, object" in error["message"]
+        assert len(served.generator.requests) == 1
+        auto = {"tool_choice": {"type": "auto"} if path == "messages" else "auto"}
+        reply = await served.http.post(f"/v1/{path}", json=fields | tools | auto)
+        assert reply.status_code == 200, reply.text
+
+
+async def test_a_tool_that_is_too_large_to_be_held_to_is_refused_before_it_is_looked_at() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": "x" * 80_000}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    async with serve(tool_call_parser="qwen3_coder") as served:
+        served.says("x")
+        error = (await served.chat(tools=[tool], tool_choice="required")).json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "invalid_request")
+        assert "grammar.max_bytes" in error["message"]
 
 
 MADE = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}

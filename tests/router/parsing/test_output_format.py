@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from baton.errors import ConfigError
 from router.generation.answer_form import CALL_SCHEMA, AnswerForm, Kind, grammar_of
+from router.http.fields import JsonObject
 from router.parsing.families import REASONING_FAMILIES, TOOL_FAMILIES
 from router.parsing.output_format import OutputFormat, ToolSchema, detect_format
 from tests.router.parsing.test_parser import Said, said
@@ -194,6 +195,56 @@ def test_whatever_the_grammar_of_calls_allows_is_calls(family: str, as_tokens: b
         assert not found.content
         for name, arguments in found.calls:
             jsonschema_rs.validate(schemas[name], json.loads(arguments))
+
+
+PLACE: JsonObject = {
+    "properties": {"x": {"type": "boolean"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+NOT_ONLY_OBJECTS: dict[str, JsonObject] = {
+    "no type": PLACE,
+    "several types": PLACE | {"type": ["null", "object"]},
+    "alternatives": {"anyOf": [PLACE, {"type": "null"}]},
+    "a reference": {"$ref": "#/$defs/place", "$defs": {"place": PLACE}},
+    "within itself": {
+        "$ref": "#/$defs/list",
+        "$defs": {
+            "list": {
+                "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/list"}]}},
+                "required": ["next"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    "values": {"enum": [7, {"x": True}]},
+}
+
+
+@pytest.mark.parametrize("kind", NOT_ONLY_OBJECTS)
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+def test_arguments_are_objects_whatever_else_their_schema_takes(family: str, kind: str) -> None:
+    tokenizer = byte_tokenizer(TOOL_FAMILIES[family].marks, special=True)
+    made = detect_format(None, tokenizer.token_to_id, tool_call_parser=family)
+    tools = (ToolSchema(name="f", parameters=NOT_ONLY_OBJECTS[kind]),)
+    assert tools[0].takes_objects
+    if made.unheld(tools) is not None:
+        assert family == "qwen3_coder"
+        assert kind not in ("no type", "several types")
+        return
+    form = AnswerForm(
+        kind="calls",
+        value={"f": tools[0].parameters},
+        param="tools",
+        calls=made.calls_lark(tools, parallel=False, schema=CALL_SCHEMA),
+        call_schemas=tuple(made.call_schemas(tools)),
+    )
+    grammar = grammar_of(form, ()).text
+    for seed in range(8):
+        found = parse(made, tokenizer, drawn(grammar, tokenizer, seed), inside=False, tools=tools)
+        assert not found.content
+        ((_, arguments),) = found.calls
+        jsonschema_rs.validate(tools[0].parameters, json.loads(arguments))
 
 
 @pytest.mark.parametrize("parallel", [True, False])
