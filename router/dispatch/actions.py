@@ -124,7 +124,9 @@ class PairRestored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefuseWorker:
-    """The worker that joined at `address` cannot be used: disconnect from it."""
+    """The worker that joined at `address` cannot be used, or its name is another's now: disconnect from it, and ask
+    there again.
+    """
 
     address: str
     error: BatonError

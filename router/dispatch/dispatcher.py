@@ -315,7 +315,13 @@ class Dispatcher:
         actions: list[Action] = []
         older = self._view.find(identity.worker_id)
         if older is not None and older.identity != identity:
-            actions += self._on_worker_lost(older.identity, "it was started anew", now_s)
+            moved = older.address != event.address
+            # A process that was only given the name of one that is well is refused, by the view.
+            if not moved or self._view.suspected(older, now_s):
+                actions += self._on_worker_lost(older.identity, "it was started anew", now_s)
+                if moved:  # its link asks there again
+                    lost = WorkerLostError(f"{older.identity} was started anew at {event.address}")
+                    actions.append(RefuseWorker(address=older.address, error=lost))
         try:
             self._view.join(event.hello, event.address, now_s)
         except IncompatibleError as error:

@@ -1022,6 +1022,32 @@ def test_a_worker_with_another_model_is_refused(core):
     assert [worker.address for worker in core.view.workers] == ["unix:d0"]
 
 
+@pytest.mark.parametrize("model", ["tiny", "other"])
+def test_a_second_process_of_a_workers_name_is_refused_while_the_first_one_is_heard(core, model):
+    core.join("h0")
+    local = sent(core.submit(), LegKind.GENERATE)
+    core.pass_time_hearing(30.0, "h0")
+    namesake = hello("h0", Role.HYBRID, incarnation=2, layout=layout(model_fingerprint=model))
+    (refusal,) = core(WorkerJoined(hello=namesake, address="unix:elsewhere"))
+    assert isinstance(refusal, RefuseWorker)
+    assert refusal.address == "unix:elsewhere"
+    assert refusal.error.message.startswith("worker_id: ")
+    assert [worker.address for worker in core.view.workers] == ["unix:h0"]
+    assert tokens_in(core(decoded(local, drawn(0, 0, 4))))
+
+
+def test_a_worker_that_starts_anew_elsewhere_joins_once_the_old_one_is_silent(core):
+    core.join("h0")
+    anew = WorkerJoined(hello=hello("h0", Role.HYBRID, incarnation=2), address="unix:elsewhere")
+    assert sent(core(anew), RefuseWorker).address == "unix:elsewhere"
+    core.pass_time_hearing(6.0)
+    assert sent(core(anew), RefuseWorker).address == "unix:h0"  # its link asks there again
+    assert [worker.identity for worker in core.view.workers] == [anew.hello.identity]
+    back = sent(core.join("h0"), RefuseWorker)
+    assert back.address == "unix:h0"
+    assert "unix:elsewhere has this name" in back.error.message
+
+
 def test_losing_everything_ends_in_one_typed_error(core):
     core.join("p0", "d0")
     p, d = start_pair(core)

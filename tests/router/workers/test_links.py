@@ -7,7 +7,7 @@ import pytest
 
 from baton.backoff import Backoff
 from baton.clock import ManualClock
-from baton.errors import IncompatibleError
+from baton.errors import IncompatibleError, WorkerLostError
 from baton.generation import Prompt, SamplingParams
 from baton.ids import LegId, LegKind, RequestId, Role
 from router.discovery.ports import Sighting
@@ -254,6 +254,18 @@ async def test_a_worker_that_moved_is_left_where_it_was_and_joins_where_it_is(tm
         assert (joined.hello.identity, joined.address) == (lost.worker, there.address)
         assert [link.address for link in links.links] == [there.address]
         await there.kill()
+
+
+async def test_a_worker_whose_name_is_anothers_now_is_left_and_asked_again(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, following() as (links, events, _):
+        links.follow(sighted(workers["w"]))
+        joined = await soon(events.get())
+        error = WorkerLostError("w was started anew elsewhere")
+        links.refuse(RefuseWorker(address=workers["w"].address, error=error))
+        assert (
+            await soon(events.get()) == joined
+        )  # and no word that it was lost: the dispatcher knows
+        assert links.refusals.total() == 0
 
 
 async def test_a_worker_that_is_refused_is_told_of_once_and_counted_each_time(tmp_path, caplog):
