@@ -2,7 +2,8 @@
 the pool's directory.
 
 Redis is asked on the way of requests, so it is asked not for long, and again only where the connection was lost, as
-when it was restarted: each caller has a fallback for when there is no reply. Needs the `redis` extra.
+when it was restarted, or leads to a server that is the master no more: each caller has a fallback for when there is no
+reply. Needs the `redis` extra.
 
 Redis is a hint, and may hold anything. Replies are bytes; each reader parses them strictly, passes over what is not
 right and tells `RefusedValues` of it. What would make a process connect somewhere,
@@ -23,8 +24,14 @@ from baton.telemetry.logs import get_logger
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
+_MOST_CONNECTIONS = 32
+"""Of a client. One loop asks, so more do not make it quicker, and each has to be opened first."""
+
 _QUIET_S = 60.0
 """A reader that refused nothing for so long is said to be in order again."""
+
+_NO_REPLY = (ValueError, TypeError, IndexError)
+"""What redis-py's parsers raise for bytes that are no reply; it closes the connection then."""
 
 _Reply = TypeVar("_Reply")
 _log = get_logger(__name__)
@@ -35,7 +42,7 @@ def open_redis(url: str, timeout_s: float, *, setting: str = "tenants.redis_url"
 
     Args:
         url: `redis://`, `rediss://` (TLS) or `unix://`, with user and password if there are.
-        timeout_s: How long to wait for a connection, and for a reply.
+        timeout_s: How long to wait while all connections are in use, for a new one, and for a reply.
         setting: Where the URL was given.
 
     Raises:
@@ -49,19 +56,24 @@ def open_redis(url: str, timeout_s: float, *, setting: str = "tenants.redis_url"
         ) from error
     retry = importlib.import_module("redis.asyncio.retry")
     backoff = importlib.import_module("redis.backoff")
-    lost = importlib.import_module("redis.exceptions").ConnectionError
+    faults = importlib.import_module("redis.exceptions")
+    # After either it connects anew: a name may lead to another server by now.
+    elsewhere = (faults.ConnectionError, faults.ReadOnlyError)
     try:
-        client: Redis = library.Redis.from_url(
+        pool = library.BlockingConnectionPool.from_url(
             url,
+            max_connections=_MOST_CONNECTIONS,
+            timeout=timeout_s,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
-            retry=retry.Retry(backoff.NoBackoff(), 1, supported_errors=(lost,)),
+            retry=retry.Retry(backoff.NoBackoff(), 1, supported_errors=elsewhere),
         )
     except ValueError:
         # The URL may hold a password, and so may the text of the error.
         raise ConfigError(
             f"{setting}: must begin with redis://, rediss:// or unix://", param=setting
         ) from None
+    client: Redis = library.Redis.from_pool(pool)
     return client
 
 
@@ -69,7 +81,7 @@ async def asked(reply: Awaitable[_Reply]) -> _Reply:
     """The reply; for a task. A task that is cancelled meanwhile is, whatever has come of the question.
 
     Raises:
-        UnavailableError: There is none: Redis is away, slow, or refuses.
+        UnavailableError: There is none: Redis is away, slow, refuses, or says what is no reply.
     """
     faults = importlib.import_module("redis.exceptions")
     task = asyncio.current_task()
@@ -77,7 +89,7 @@ async def asked(reply: Awaitable[_Reply]) -> _Reply:
     cancelled = task.cancelling()
     try:
         return await reply
-    except (faults.RedisError, OSError, TimeoutError) as error:
+    except (faults.RedisError, OSError, TimeoutError, *_NO_REPLY) as error:
         raise UnavailableError(f"Redis gave no answer: {type(error).__name__}") from error
     finally:
         # redis-py sends under `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes as the bytes

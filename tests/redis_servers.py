@@ -69,6 +69,15 @@ class RealRedis:
         self._port = _free_port()
         self._process: asyncio.subprocess.Process | None = None
         self.url = f"redis://127.0.0.1:{self._port}"
+        self.socket = directory / "redis.sock"
+
+    async def follow(self, master: "RealRedis") -> None:
+        """Becomes a replica, and breaks no connection for it."""
+        client = redis.asyncio.Redis.from_url(self.url)
+        try:
+            await client.execute_command("REPLICAOF", "127.0.0.1", str(master._port))
+        finally:
+            await client.aclose()
 
     @property
     def pid(self) -> int:
@@ -83,6 +92,7 @@ class RealRedis:
         self._process = await asyncio.create_subprocess_exec(
             REDIS_SERVER,
             *settings,
+            *("--unixsocket", str(self.socket)),
             *("--save", "", "--appendonly", "no", "--daemonize", "no"),
             stdout=asyncio.subprocess.DEVNULL,
         )

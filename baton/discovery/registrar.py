@@ -76,6 +76,7 @@ async def registered(
     registry = Registry(redis, prefix=cluster.redis_prefix, secret=secret, lease_s=LEASE_S)
     registrar = Registrar(registry, registration)
     renewing = asyncio.create_task(registrar.run(), name="registration")
+    renewing.add_done_callback(_report_death)
     try:
         yield
     finally:
@@ -83,3 +84,8 @@ async def registered(
         await asyncio.gather(renewing, return_exceptions=True)
         await registrar.withdraw()
         await redis.aclose()
+
+
+def _report_death(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        _log.error("the registration is not renewed any more", cause=task.exception())

@@ -201,6 +201,7 @@ async def sharing(
         refused=refused,
     )
     task = asyncio.create_task(exchange.run(), name="shares")
+    task.add_done_callback(_report_death)
     try:
         yield
     finally:
@@ -211,6 +212,13 @@ async def sharing(
         except UnavailableError as error:
             _log.info("this router's message stays until its lease is over", why=error.message)
         await redis.aclose()
+
+
+def _report_death(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        _log.error(
+            "the exchange of shares died: this router is fair by itself", cause=task.exception()
+        )
 
 
 def _tellable(totals: Totals) -> dict[str, float]:

@@ -1,8 +1,10 @@
 """Questions to Redis, and what becomes of whoever asks them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -10,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from baton.clock import ManualClock
 from baton.errors import UnavailableError
 from baton.redis_link import RefusedValues, asked, open_redis
-from tests.redis_servers import fake_redis
+from tests.redis_servers import REDIS_SERVER, fake_redis, real_redis
 from tests.waits import soon
 
 Sent = asyncio.Future[None]
@@ -66,6 +68,79 @@ async def test_a_redis_that_is_away_is_a_fault_of_its_own_kind() -> None:
     async with open_redis(url, 5.0) as redis:
         with pytest.raises(UnavailableError, match="ConnectionError"):
             await asked(redis.ping())
+
+
+async def test_more_questions_at_once_than_there_are_connections_wait_for_one() -> None:
+    with fake_redis() as url:
+        async with open_redis(url, 20.0) as redis:
+            counts = await asyncio.gather(*(asked(redis.incr("n")) for _ in range(300)))
+            assert sorted(counts) == list(range(1, 301))
+
+
+async def test_who_waits_for_a_connection_in_vain_has_no_answer_and_connections_are_free_again() -> (
+    None
+):
+    async with saying(b"") as (url, words), open_redis(url, 0.1) as redis:
+        questions = (asked(redis.set("k", "v")) for _ in range(100))
+        got = await soon(asyncio.gather(*questions, return_exceptions=True))
+        assert {type(each) for each in got} == {UnavailableError}
+        words[0] = b"+OK\r\n"
+        assert await asked(redis.set("k", "v"))
+
+
+@pytest.mark.parametrize("garbled", [b":abc\r\n", b"*x\r\n", b"?\r\n"])
+async def test_what_is_no_reply_is_no_answer_and_the_next_question_has_one(garbled: bytes) -> None:
+    async with saying(garbled) as (url, words), open_redis(url, 5.0) as redis:
+        with pytest.raises(UnavailableError):
+            await asked(redis.set("k", "v"))
+        words[0] = b"+OK\r\n"
+        assert await asked(redis.set("k", "v"))
+
+
+@pytest.mark.redis
+@pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
+async def test_after_a_failover_that_broke_no_connection_the_new_master_is_asked(
+    tmp_path: Path,
+) -> None:
+    places, name = (tmp_path / "a", tmp_path / "b"), tmp_path / "redis.sock"
+    for place in places:
+        place.mkdir()
+    async with real_redis(places[0]) as before, real_redis(places[1]) as after:
+        name.symlink_to(before.socket)
+        async with (
+            open_redis(f"unix://{name}", 5.0) as redis,
+            open_redis(before.url, 5.0) as old,
+            open_redis(after.url, 5.0) as new,
+        ):
+            count = redis.register_script("return redis.call('incr', KEYS[1])")
+            await asked(count(keys=["before"]))
+            await before.follow(after)
+            with pytest.raises(UnavailableError, match="ReadOnlyError"):
+                await asked(old.incr("before"))
+            with pytest.raises(UnavailableError, match="ReadOnlyError"):
+                await asked(count(keys=["while the name leads to the old one"]))
+            name.unlink()
+            name.symlink_to(after.socket)
+            assert await asked(count(keys=["after"])) == 1
+            assert await asked(new.get("after")) == b"1"
+
+
+@asynccontextmanager
+async def saying(word: bytes) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """The URL of a server that says the one word in the list to every command."""
+    words = [word]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while commands := await reader.read(65536):
+            writer.write(words[0] * commands.count(b"*"))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        port = server.sockets[0].getsockname()[1]
+        yield f"redis://127.0.0.1:{port}?protocol=2", words
+    finally:
+        server.close()
 
 
 def test_what_is_refused_is_counted_always_and_logged_once_per_change(

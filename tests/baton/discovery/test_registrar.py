@@ -63,6 +63,22 @@ async def test_a_url_of_another_kind_is_refused_by_its_setting():
             pass
 
 
+async def test_a_registration_that_is_not_renewed_any_more_is_told_of(caplog):
+    asked_for = 0
+
+    def said() -> Registration:
+        nonlocal asked_for
+        asked_for += 1
+        if asked_for == 2:
+            raise ValueError
+        return WORKER
+
+    with fake_redis() as url:
+        async with registered(config(url), said), asyncio.timeout(20):
+            while "the registration is not renewed any more" not in caplog.messages:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
 @pytest.mark.redis
 @pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 async def test_a_redis_that_is_late_killed_or_emptied_has_the_process_again_soon(tmp_path, caplog):

@@ -178,6 +178,16 @@ async def test_where_no_redis_is_configured_nothing_is_done():
         assert books.heard == []
 
 
+async def test_an_exchange_that_ends_by_a_fault_of_its_own_is_told_of(tmp_path, caplog):
+    async with a_redis("fakeredis", tmp_path) as url:
+        books = Books(heard=None)  # type: ignore[arg-type]  # it cannot hear
+        tenants = TenantsConfig(redis_url=url, redis_timeout_s=5.0)
+        config = BatonConfig(tenants=tenants, cluster=ClusterConfig(secret="5a" * 32))
+        async with sharing(config, books, no_refusals()), asyncio.timeout(20):
+            while not any("the exchange of shares died" in told for told in caplog.messages):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
 @pytest.mark.redis
 async def test_while_redis_is_away_routers_go_on_and_hear_each_other_again_afterwards(tmp_path):
     async with real_redis(tmp_path) as server:
