@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from baton.config.lora import are_lora_modules, read_lora_modules
 from baton.config.ports import MIN_PORTS, is_wildcard, parse_ports, port_of
 from baton.config.schema import BatonConfig, ClusterConfig, EngineConfig
@@ -94,7 +96,7 @@ BACKENDS = ("cuda_ipc", "shm", "nixl", "ucx")
 EVICTIONS = ("lru", "s3fifo", "cost")
 DIRECTORIES = ("memory", "redis")
 DISCOVERIES = ("static", "dns", "redis")
-MOST_LABELS, MOST_LABEL_CHARS = 16, 128
+MOST_LABELS, MOST_LABEL_CHARS, MOST_LABELS_BYTES = 16, 128, 6144
 
 _DNS_NAME = re.compile(
     r"_[A-Za-z0-9-]+\._[a-z]+\.[A-Za-z0-9_.-]+|[A-Za-z0-9][A-Za-z0-9_.-]*:\d{1,5}"
@@ -267,9 +269,14 @@ RULES: tuple[Rule, ...] = (
         path="cluster.labels",
         holds=lambda v: (
             len(v) <= MOST_LABELS
-            and all(len(word) <= MOST_LABEL_CHARS for pair in v.items() for word in pair)
+            and all(
+                len(word) <= MOST_LABEL_CHARS and word.isprintable()
+                for pair in v.items()
+                for word in pair
+            )
+            and len(msgspec.json.encode(v)) <= MOST_LABELS_BYTES
         ),
-        demand=f"must hold at most {MOST_LABELS} labels, whose names and values have at most {MOST_LABEL_CHARS} characters",
+        demand=f"must hold at most {MOST_LABELS} labels, whose names and values have at most {MOST_LABEL_CHARS} printable characters, and {MOST_LABELS_BYTES} bytes of JSON in all",
     ),
     Rule(
         path="cluster.secret",

@@ -102,7 +102,8 @@ class Registry:
         """Takes or renews the lease of a process.
 
         Raises:
-            UnavailableError: Redis gave no answer, or is full of registrations.
+            UnavailableError: Redis gave no answer, or is full of registrations, or whoever reads this one would refuse
+                it: an address without a port, a name that is too long.
         """
         said = _Sealed(
             kind=registration.kind,
@@ -115,7 +116,11 @@ class Registry:
             lease_s=self._lease_s,
         )
         name = _name(registration)
-        sealed = self._seal.close(self._sealed_name(name), msgspec.json.encode(said))
+        try:
+            sealed = self._seal.close(self._sealed_name(name), msgspec.json.encode(said))
+            self._opened(name.encode(), sealed)
+        except ValueError as error:
+            raise UnavailableError(f"routers would refuse this registration: {error}") from error
         lease_ms = round(self._lease_s * 1000)
         taken = await self._run("register", name, sealed, lease_ms, MOST_REGISTRATIONS)
         if taken != 1:
@@ -150,6 +155,8 @@ class Registry:
 
     def _opened(self, name: bytes, sealed: bytes) -> Registration:
         """Raises `ValueError` for what no process of the cluster wrote of late."""
+        if len(name) > MAX_NAME_BYTES or len(sealed) > MAX_SEALED_BYTES:
+            raise SealError("too long")
         sealed_name = self._sealed_name(name.decode())
         opened = self._seal.open(sealed_name, sealed, MAX_SEALED_BYTES)
         said = msgspec.json.decode(opened.content, type=_Sealed)

@@ -7,6 +7,7 @@ or Ctrl-C, after its drain.
 
 import argparse
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -48,6 +49,10 @@ _SIMULATED_FLAGS = {
     "--step-s": ("simulated.step_s", "seconds of a simulated worker's step"),
 }
 _LISTEN = "127.0.0.1:7001"  # other interfaces must be named
+_MOST_BYTES = 256
+"""Of a name, and of an address: what routers read in Redis is bounded."""
+
+_HOST_PORT = re.compile(r"[^\s:/][^\s/]*:[0-9]{1,5}")
 
 _log = logs.get_logger(__name__)
 
@@ -137,6 +142,11 @@ def decide(config: BatonConfig, alone: Alone) -> BatonConfig:
 
 
 def _check(config: BatonConfig, alone: Alone) -> None:
+    if not _is_told(alone.name):
+        raise ConfigError(
+            f"--name {alone.name!r}: must be printable, and {_MOST_BYTES} bytes at most",
+            param="--name",
+        )
     if not config.cluster.secret:
         raise _missing("cluster.secret", "all processes of the cluster need the same")
     if alone.role == ROUTER:
@@ -160,6 +170,12 @@ def _check(config: BatonConfig, alone: Alone) -> None:
 
 def _check_addresses(config: BatonConfig, alone: Alone) -> None:
     """Other workers have to find this one, and its own ports have to be left for it."""
+    for flag, address in (("--listen", alone.listen), ("--advertise", alone.advertise)):
+        if address and not _leads_somewhere(address):
+            raise ConfigError(
+                f"{flag} {address!r}: must be HOST:PORT with a port from 1 to 65535, or unix:PATH",
+                param=flag,
+            )
     reached = alone.advertise or alone.listen
     if is_wildcard(reached):
         flag = "--advertise" if alone.advertise else "--listen"
@@ -174,6 +190,18 @@ def _check_addresses(config: BatonConfig, alone: Alone) -> None:
             raise ConfigError(
                 f"{flag} {address} lies within transfer.ports ({config.transfer.ports})", param=flag
             )
+
+
+def _leads_somewhere(address: str) -> bool:
+    if address.startswith("unix:"):
+        return True
+    port = port_of(address) if _HOST_PORT.fullmatch(address) else None
+    return port is not None and 1 <= port <= 65535 and _is_told(address)
+
+
+def _is_told(text: str) -> bool:
+    """Whether routers would take it from a registration."""
+    return text.isprintable() and len(text.encode()) <= _MOST_BYTES
 
 
 def _missing(path: str, why: str) -> ConfigError:

@@ -288,10 +288,17 @@ def test_a_discovery_that_cannot_find_anybody_is_refused_by_its_setting(
     assert said in refusal(cluster_yaml(f"cluster: {cluster}"))
 
 
-def test_labels_are_bounded(cluster_yaml):
-    assert "cluster.labels: must hold at most 16" in refusal(
-        cluster_yaml("cluster: {labels: {zone: " + "z" * 129 + "}}")
-    )
+@pytest.mark.parametrize(
+    "labels",
+    [
+        "{zone: " + "z" * 129 + "}",
+        '{zone: "a\\nb"}',
+        "{" + ", ".join(f"{n:02}{'ж' * 126}: {'ж' * 128}" for n in range(16)) + "}",
+    ],
+)
+def test_labels_are_bounded(cluster_yaml, labels):
+    said = refusal(cluster_yaml(f"cluster: {{labels: {labels}}}"))
+    assert "cluster.labels: must hold at most 16" in said
 
 
 def test_the_url_of_a_redis_is_never_repeated_in_an_error(cluster_yaml):

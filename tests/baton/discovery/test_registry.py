@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from baton.config.load import load
+from baton.config.setting import Setting
 from baton.discovery.registry import MOST_REGISTRATIONS, Registration, Registry
 from baton.errors import UnavailableError
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
 from baton.redis_link import open_redis
 from baton.seal import HEAD_BYTES, Seal
+from baton_cluster.cli.run_role import Alone, decide
 from tests.redis_servers import KINDS, a_redis
 
 pytestmark = pytest.mark.timeout(60)
@@ -146,6 +149,46 @@ async def test_beyond_the_most_nobody_is_registered_and_those_that_are_stay(clie
     await registry(client).register(WORKER)
     assert (await registry(client).registrations()).registrations == (WORKER,)
     await registry(client).register(other)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"address": "host"},
+        {"address": "dns:///host:70"},
+        {"labels": {f"{number}": "a" for number in range(17)}},
+        {"labels": {f"{number}": "\0" * 128 for number in range(16)}},
+        {"layout": "1" * 9000},
+        {"identity": replace(WORKER.identity, worker_id=WorkerId("d" * 300))},
+        {"identity": replace(WORKER.identity, worker_id=WorkerId("ж" * 160))},
+        {"identity": replace(WORKER.identity, worker_id=WorkerId("\udc80"))},
+    ],
+)
+async def test_who_would_be_refused_by_every_router_hears_it(client, changes):
+    with pytest.raises(UnavailableError, match="routers would refuse this registration: "):
+        await registry(client).register(replace(WORKER, **changes))
+    assert await held(client) == ()
+
+
+async def test_the_longest_that_settings_allow_is_registered(client):
+    words = {f"{number:02}" + "k" * 126: '"' * 121 + "v" * 7 for number in range(16)}
+    longest = replace(
+        WORKER,
+        identity=WorkerIdentity(
+            worker_id=WorkerId('"' * 256), incarnation=Incarnation((1 << 48) - 1)
+        ),
+        address='"' * 250 + ":65535",
+        layout="1" * 64,
+        labels=words,
+    )
+    flags = [
+        Setting(path="cluster.secret", value=SECRET.hex(), source="test"),
+        Setting(path="cluster.labels", value=words, source="test"),
+    ]
+    alone = Alone(role="decode", name=longest.identity.worker_id, advertise=longest.address)
+    decide(load(flags=flags), alone)
+    await registry(client).register(longest)
+    assert await held(client) == (longest,)
 
 
 async def test_without_redis_there_is_no_answer():

@@ -77,6 +77,29 @@ def test_an_address_that_no_other_host_could_use_is_asked_for(listen):
         decide(config, replace(alone, advertise="0.0.0.0:1"))
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("name", "d" * 257),
+        ("name", "ж" * 129),
+        ("name", "decode\n0"),
+        ("name", "\udc80"),
+        ("advertise", "host"),
+        ("advertise", "host:0"),
+        ("advertise", "host:65536"),
+        ("advertise", "dns:///host:7001"),
+        ("advertise", "h" * 256 + ":1"),
+        ("listen", "10.0.0.1"),
+        ("listen", "10.0.0.1:99999"),
+    ],
+)
+def test_a_name_or_an_address_that_routers_would_refuse_is_refused_at_once(flag, value):
+    config = BatonConfig(cluster=ClusterConfig(secret=SECRET))
+    with pytest.raises(ConfigError) as caught:
+        decide(config, replace(Alone(role="decode", name="x"), **{flag: value}))
+    assert caught.value.param == f"--{flag}"
+
+
 @pytest.mark.parametrize("flag", ["listen", "metrics"])
 def test_a_workers_own_ports_are_not_those_of_transports(flag):
     config = BatonConfig(
