@@ -52,16 +52,6 @@ _KINDS: tuple[tuple[str, Callable[[Role], bool], frozenset[str]], ...] = (
 """What workers do, which roles do it, and which pools are started for it."""
 
 
-class RequestDrain(Protocol):
-    """The requests of this router."""
-
-    def in_flight(self) -> int:
-        """How many there are."""
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Takes no new ones and waits for those that are there; whether all ended in time."""
-
-
 class Planner(Protocol):
     """Changes workers' roles by itself."""
 
@@ -79,7 +69,7 @@ class RouterControl(pb_grpc.ControlServicer):
         view: The connected workers.
         links: To every address at which workers are asked for.
         discovery_faults: Tells what gave discovery no answer at its last look.
-        requests: Counted and drained.
+        in_flight: How many requests this router has.
         credentials: Of this process.
         stories: Tells what happened to requests.
         decisions: Why requests went where they did.
@@ -96,7 +86,7 @@ class RouterControl(pb_grpc.ControlServicer):
         view: ClusterView,
         links: WorkerLinks,
         discovery_faults: Callable[[], Sequence[str]] = tuple,
-        requests: RequestDrain,
+        in_flight: Callable[[], int],
         credentials: ClusterCredentials | None = None,
         stories: OperatorStories,
         decisions: DecisionLog,
@@ -109,7 +99,7 @@ class RouterControl(pb_grpc.ControlServicer):
         self._view = view
         self._links = links
         self._discovery_faults = discovery_faults
-        self._requests = requests
+        self._in_flight = in_flight
         self._credentials = credentials
         self._stories = stories
         self._decisions = decisions
@@ -127,7 +117,7 @@ class RouterControl(pb_grpc.ControlServicer):
         """Every address with the worker there, or without one."""
         return pb.StatusReply(
             workers=list(self._workers()),
-            requests_in_flight=self._requests.in_flight(),
+            requests_in_flight=self._in_flight(),
             version=self._version,
             model=self._model,
             discovery_faults=self._discovery_faults(),
@@ -138,17 +128,7 @@ class RouterControl(pb_grpc.ControlServicer):
         request: pb.DrainRequest,
         context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainReply],
     ) -> pb.DrainReply:
-        """Takes nothing new, or has a worker take nothing new; waits, then answers."""
-        if request.worker:
-            return await self._drain_worker(request, context)
-        drained = await self._requests.drain(request.timeout_s)
-        return pb.DrainReply(drained=drained, left=self._requests.in_flight())
-
-    async def _drain_worker(
-        self,
-        request: pb.DrainRequest,
-        context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainReply],
-    ) -> pb.DrainReply:
+        """Has a worker take nothing new; waits, then answers."""
         worker = await self._named(request.worker, context)
         lost = self._lost(worker, becoming=None)
         if lost and not request.force:
@@ -179,7 +159,7 @@ class RouterControl(pb_grpc.ControlServicer):
         named = {one.identity.worker_id: one for one in self._view.workers}
         if (worker := named.get(WorkerId(name))) is None:
             known = ", ".join(sorted(named)) or "none"
-            why = f"there is no worker {name} here; there are {known}"
+            why = f"there is no worker {name!r} here; there are {known}"
             await context.abort(grpc.StatusCode.NOT_FOUND, why)
         return worker
 

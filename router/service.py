@@ -487,7 +487,7 @@ async def _control(
         view=parts.view,
         links=parts.membership,
         discovery_faults=lambda: () if discovery is None else discovery.faults,
-        requests=parts.generator,
+        in_flight=parts.generator.in_flight,
         credentials=credentials,
         stories=stories,
         decisions=parts.decisions,

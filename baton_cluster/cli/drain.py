@@ -11,19 +11,27 @@ import sys
 from baton.errors import UnavailableError
 from baton.rpc.v1 import control_pb2 as pb
 from baton_cluster.cli import router_control
-from baton_cluster.cli.router_control import ANSWER_WAIT_S, ask, user_words
+from baton_cluster.cli.router_control import (
+    ANSWER_WAIT_S,
+    ask,
+    given_name,
+    given_timeout_s,
+    user_words,
+)
 
 _TIMEOUT_S = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which worker of which cluster, and why."""
-    parser.add_argument("name", metavar="NAME", help="of a worker, as `baton status` shows it")
+    parser.add_argument(
+        "name", type=given_name, metavar="NAME", help="of a worker, as `baton status` shows it"
+    )
     parser.add_argument("--reason", default="", metavar="TEXT", help="shown by `baton status`")
     parser.add_argument("--force", action="store_true", help="also the last worker of its kind")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=given_timeout_s,
         default=_TIMEOUT_S,
         metavar="SECONDS",
         help="how long what it has may take to end (%(default)s); it stays drained after that",

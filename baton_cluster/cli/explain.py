@@ -16,7 +16,7 @@ from baton.errors import InvalidRequestError, UnavailableError
 from baton.rpc.v1.common_pb2 import StoryReply
 from baton.rpc.v1.control_pb2 import ExplainReply, ExplainRequest, StoryRequest
 from baton_cluster.cli import router_control
-from baton_cluster.cli.router_control import ANSWER_WAIT_S, ask
+from baton_cluster.cli.router_control import ANSWER_WAIT_S, ask, given_name
 from baton_cluster.cli.story import story_text
 from baton_cluster.launch import child_stories
 from baton_cluster.launch.runtime_dir import ROUTER_SOCKET
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "request_id",
         nargs="?",
+        type=given_name,
         metavar="REQUEST_ID",
         help="the `id` of the reply; with --story also a process, such as decode-0, a tenant's id, or the key of a block",
     )

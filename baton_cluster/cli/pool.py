@@ -28,7 +28,7 @@ from baton_cluster.cli.pool_usage import (
     ask,
     fetch,
 )
-from baton_cluster.cli.router_control import ANSWER_WAIT_S
+from baton_cluster.cli.router_control import ANSWER_WAIT_S, given_name
 from baton_cluster.cli.story import story_text
 
 _WATCH_INTERVAL_S = 1.0
@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "key", metavar="KEY", help="32 hexadecimal digits, as `baton pool top` shows"
     )
     flush = _action(actions, "flush", _flush, "forget blocks, in all tiers, while serving goes on")
-    flush.add_argument("--tenant", default="", metavar="NAME", help="only this tenant's")
-    flush.add_argument("--scope", default="", metavar="SCOPE", help="only of this cache scope")
-    flush.add_argument("--model", default="", metavar="FINGERPRINT", help="only of this model")
+    flush.add_argument("--tenant", type=given_name, metavar="NAME", help="only this tenant's")
+    flush.add_argument("--scope", type=given_name, metavar="SCOPE", help="only of this cache scope")
+    flush.add_argument("--model", type=given_name, metavar="FINGERPRINT", help="only of this model")
     flush.add_argument("--all", action="store_true", help="everything; must be said")
 
 

@@ -13,20 +13,28 @@ from baton.ids import Role
 from baton.rpc.hello import role_from_proto, role_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton_cluster.cli import router_control
-from baton_cluster.cli.router_control import ANSWER_WAIT_S, ask, user_words
+from baton_cluster.cli.router_control import (
+    ANSWER_WAIT_S,
+    ask,
+    given_name,
+    given_timeout_s,
+    user_words,
+)
 
 _TIMEOUT_S = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which worker of which cluster, and its role."""
-    parser.add_argument("name", metavar="NAME", help="of a worker, as `baton status` shows it")
+    parser.add_argument(
+        "name", type=given_name, metavar="NAME", help="of a worker, as `baton status` shows it"
+    )
     parser.add_argument("role", choices=[role.value for role in Role], help="what it is to take")
     parser.add_argument("--reason", default="", metavar="TEXT", help="for the worker's story")
     parser.add_argument("--force", action="store_true", help="also the last worker of its kind")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=given_timeout_s,
         default=_TIMEOUT_S,
         metavar="SECONDS",
         help="how long what it gives up may take to end (%(default)s); else it stays what it is",

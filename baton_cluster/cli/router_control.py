@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from baton.rpc.v1.control_pb2_grpc import ControlAsyncStub  # exists for type checkers only
 
 ANSWER_WAIT_S = 5.0
+MAX_TIMEOUT_S = 86400.0
 _REFUSALS = (
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -46,6 +47,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIRECTORY",
         help="where its sockets are; default: BATON_CLUSTER_RUNTIME_DIR, else the only cluster of this user",
     )
+
+
+def given_name(text: str) -> str:
+    """A NAME or an id of the command line: never the empty one of a shell's variable that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+def given_timeout_s(text: str) -> float:
+    """The seconds of `--timeout`, which gRPC waits too."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(
+            f"must be from 0 to {MAX_TIMEOUT_S:.0f} seconds, not {text!r}"
+        )
+    return seconds
 
 
 def operator_credentials() -> ClusterCredentials | None:

@@ -6,12 +6,14 @@ import sys
 
 from baton.rpc.v1 import control_pb2 as pb
 from baton_cluster.cli import router_control
-from baton_cluster.cli.router_control import ANSWER_WAIT_S, ask
+from baton_cluster.cli.router_control import ANSWER_WAIT_S, ask, given_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which worker of which cluster."""
-    parser.add_argument("name", metavar="NAME", help="of a worker, as `baton status` shows it")
+    parser.add_argument(
+        "name", type=given_name, metavar="NAME", help="of a worker, as `baton status` shows it"
+    )
     router_control.add_arguments(parser)
 
 

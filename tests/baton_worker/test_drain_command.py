@@ -31,7 +31,7 @@ async def routed(folder: Path, workers: list[str]) -> AsyncIterator[tuple[Router
     control = RouterControl(
         view=parts.view,
         links=parts.membership,
-        requests=parts.generator,
+        in_flight=parts.generator.in_flight,
         stories=OperatorStories(parts.generator.story, parts.view, parts.clock),
         decisions=parts.decisions,
         clock=parts.clock,

@@ -47,16 +47,6 @@ class Launcher:
         return {**self.pools(), **pools}
 
 
-class NoRequests:
-    """A router that has none."""
-
-    def in_flight(self) -> int:
-        return 0
-
-    async def drain(self, timeout_s: float) -> bool:
-        return True
-
-
 @asynccontextmanager
 async def asked(
     folder: Path, launcher: Launcher | None, roles: Mapping[str, Role]
@@ -70,7 +60,7 @@ async def asked(
     control = RouterControl(
         view=view,
         links=WorkerLinks([], lambda _: None),
-        requests=NoRequests(),
+        in_flight=lambda: 0,
         stories=OperatorStories(lambda _: (), view, clock),
         decisions=DecisionLog("least_time"),
         clock=clock,
@@ -105,6 +95,12 @@ async def refusal(stub: "ControlAsyncStub", **pools: int) -> tuple[grpc.StatusCo
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.Scale(pb.ScaleRequest(pools=pools))
     return refused.value.code(), refused.value.details() or ""
+
+
+async def test_a_drain_that_names_no_worker_is_refused_with_those_that_are_there(tmp_path):
+    async with asked(tmp_path, None, AS_STARTED) as stub:
+        with pytest.raises(grpc.aio.AioRpcError, match="there are decode-0, decode-1, prefill-0"):
+            await stub.Drain(pb.DrainRequest())
 
 
 async def test_a_router_that_no_launcher_started_says_what_to_use_instead(tmp_path):

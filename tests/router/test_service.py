@@ -181,18 +181,6 @@ async def _status_without(stub, name):
             return status
 
 
-async def test_a_drain_by_command_ends_when_nothing_is_left(tmp_path):
-    async with (
-        running(tmp_path, h0=Role.HYBRID) as workers,
-        routing(workers, tmp_path) as router,
-        open_channel(router.control) as channel,
-    ):
-        reply = await ControlStub(channel).Drain(control_pb2.DrainRequest(timeout_s=5.0))
-        assert (reply.drained, reply.left) == (True, 0)
-        assert (await router.http.get("/ready")).status_code == 503
-        assert (await router.complete()).status_code == 503
-
-
 async def test_a_stop_lets_begun_streams_finish(tmp_path):
     async with (
         running(tmp_path, h0=Role.HYBRID) as workers,

@@ -168,7 +168,7 @@ class DrainRequest(_message.Message):
     FORCE_FIELD_NUMBER: _builtins.int
     timeout_s: _builtins.float
     worker: _builtins.str
-    """by name, asked of a router; empty: the process that is asked"""
+    """by name, asked of a router; a worker that is asked does it itself"""
     by: _builtins.str
     """who asks and why, in its own words"""
     force: _builtins.bool

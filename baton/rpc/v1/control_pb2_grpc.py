@@ -87,14 +87,14 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Admit nothing new, finish what is here, then answer. A router drains the worker that is named, or itself.
+        """Admit nothing new, finish what is here, then answer. A router tells the worker that is named.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Undrain(self, request, context):
-        """Take new work again. A router tells the worker that is named; it cannot take back its own drain.
+        """Take new work again. A router tells the worker that is named.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

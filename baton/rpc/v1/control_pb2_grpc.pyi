@@ -34,9 +34,9 @@ class ControlStub:
     def __new__(cls, channel: _aio.Channel) -> ControlAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.StatusReply]
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainReply]
-    """Admit nothing new, finish what is here, then answer. A router drains the worker that is named, or itself."""
+    """Admit nothing new, finish what is here, then answer. A router tells the worker that is named."""
     Undrain: _grpc.UnaryUnaryMultiCallable[_control_pb2.UndrainRequest, _control_pb2.UndrainReply]
-    """Take new work again. A router tells the worker that is named; it cannot take back its own drain."""
+    """Take new work again. A router tells the worker that is named."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetRoleRequest, _control_pb2.SetRoleReply]
     """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
     answer. A router tells the worker that is named.
@@ -59,9 +59,9 @@ class ControlAsyncStub(ControlStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.StatusReply]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainReply]  # type: ignore[assignment]
-    """Admit nothing new, finish what is here, then answer. A router drains the worker that is named, or itself."""
+    """Admit nothing new, finish what is here, then answer. A router tells the worker that is named."""
     Undrain: _aio.UnaryUnaryMultiCallable[_control_pb2.UndrainRequest, _control_pb2.UndrainReply]  # type: ignore[assignment]
-    """Take new work again. A router tells the worker that is named; it cannot take back its own drain."""
+    """Take new work again. A router tells the worker that is named."""
     SetRole: _aio.UnaryUnaryMultiCallable[_control_pb2.SetRoleRequest, _control_pb2.SetRoleReply]  # type: ignore[assignment]
     """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
     answer. A router tells the worker that is named.
@@ -93,7 +93,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainReply, _abc.Awaitable[_control_pb2.DrainReply]]:
-        """Admit nothing new, finish what is here, then answer. A router drains the worker that is named, or itself."""
+        """Admit nothing new, finish what is here, then answer. A router tells the worker that is named."""
 
     @_abc_1.abstractmethod
     def Undrain(
@@ -101,7 +101,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.UndrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.UndrainReply, _abc.Awaitable[_control_pb2.UndrainReply]]:
-        """Take new work again. A router tells the worker that is named; it cannot take back its own drain."""
+        """Take new work again. A router tells the worker that is named."""
 
     @_abc_1.abstractmethod
     def SetRole(
