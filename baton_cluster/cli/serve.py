@@ -70,14 +70,19 @@ async def _serve(config: BatonConfig, places: RayPlaces | None = None) -> None:
 
 
 def stop_on_signals(cluster: LocalCluster) -> None:
-    """Lets Ctrl-C, SIGTERM and a closed terminal stop `cluster`; a second one of them kills it."""
+    """Lets Ctrl-C, SIGTERM and, unless started by `nohup`, a closed terminal stop `cluster`; a second one of them kills
+    it.
+    """
 
     def stop() -> None:
         if sys.stderr.isatty():
             sys.stderr.write("\rbaton: stopping (Ctrl-C again does not wait for requests)\n")
         cluster.request_stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    stops = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        stops.append(signal.SIGHUP)
+    for number in stops:
         asyncio.get_running_loop().add_signal_handler(number, stop)
 
 

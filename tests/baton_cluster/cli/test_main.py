@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 from rich.console import Console
@@ -21,6 +22,7 @@ from baton_cluster.launch.supervisor import (
     ChildState,
 )
 from tests.baton_cluster.cli.test_chat import TIMING
+from tests.waits import WAIT_S
 
 
 def error_of(capsys, *argv: str) -> tuple[int, str]:
@@ -86,7 +88,7 @@ def test_the_version_is_told(capsys):
     assert re.fullmatch(r"baton \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-def serve_fakes(home, *argv: str) -> subprocess.Popen[str]:
+def serve_fakes(home, *argv: str, under: Sequence[str] = ()) -> subprocess.Popen[str]:
     """`baton serve` with children that only pretend; prints to one stream."""
     code = (
         "import sys, functools, baton_cluster.cli.serve as serve, baton_cluster.cli.main as cli;"
@@ -94,18 +96,25 @@ def serve_fakes(home, *argv: str) -> subprocess.Popen[str]:
         "serve.LocalCluster, child_module='tests.baton_cluster.fake_role');"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", code, "serve", *argv, "--port", "0"]
+    command = [*under, sys.executable, "-c", code, "serve", *argv, "--port", "0"]
     command += ["--runtime-dir", str(home / "run")]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def until_ready(process: subprocess.Popen[str]) -> list[str]:
+    """What it printed up to the line that says that it is ready."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    while not lines or "ready" not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1], f"ended before it was ready: {lines}"
+    return lines
 
 
 def test_serve_prints_one_line_when_ready_and_stops_on_sigterm(home):
     with serve_fakes(home, "none", "--served-model-name", "tiny") as process:
         assert process.stdout is not None
-        lines: list[str] = []
-        while not lines or "ready" not in lines[-1]:
-            lines.append(process.stdout.readline())
-            assert lines[-1], f"ended before it was ready: {lines}"
+        lines = until_ready(process)
         ready = r"baton: ready on http://127\.0\.0\.1:\d+ \(model tiny, 1 prefill \+ 1 decode\)\n"
         assert re.fullmatch(ready, lines[-1])
         assert "baton: decode-0: loading weights\n" in lines
@@ -113,6 +122,24 @@ def test_serve_prints_one_line_when_ready_and_stops_on_sigterm(home):
         assert process.stdout.read() == ""
         assert process.wait(30) == 0
     assert not (home / "run").exists()
+
+
+def test_a_closed_terminal_stops_it(home):
+    with serve_fakes(home) as process:
+        until_ready(process)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(30) == 0
+
+
+def test_a_closed_terminal_does_not_stop_what_nohup_started(home):
+    with serve_fakes(home, under=["nohup"]) as process:
+        port = int(until_ready(process)[-1].split("127.0.0.1:")[1].split()[0])
+        process.send_signal(signal.SIGHUP)
+        for _ in range(2):
+            with socket.create_connection(("127.0.0.1", port), WAIT_S) as router:
+                assert router.makefile().readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line_and_status_1(home):
