@@ -19,6 +19,7 @@ from baton.config.schema import BatonConfig
 from baton.config.setting import SECRETS, SECTIONS, TYPES, Setting, section_fields
 from baton.config.sizes import parse_size
 from baton.config.speculative import read_speculative
+from baton.config.yaml_text import read_yaml
 from baton.errors import ConfigError
 
 
@@ -109,7 +110,7 @@ def _file_settings(file: Path, faults: list[ConfigError]) -> list[Setting]:
 
 def _parse(file: Path) -> object:
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
+        return read_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: {(error.strerror or str(error)).lower()}") from error
     except UnicodeDecodeError as error:

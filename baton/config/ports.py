@@ -4,6 +4,7 @@ import re
 
 MIN_PORTS = 16
 _RANGE = re.compile(r"(\d{1,5})-(\d{1,5})")
+_WITH_PORT = re.compile(r"(?!unix:).*:(\d{1,5})")
 
 
 def parse_ports(text: str) -> range | None:
@@ -17,8 +18,10 @@ def parse_ports(text: str) -> range | None:
 
 def port_of(address: str) -> int | None:
     """The port of `host:port`; None if it names none, as a Unix socket's address."""
-    _, _, port = address.rpartition(":")
-    return int(port) if not address.startswith("unix:") and port.isdigit() else None
+    match = _WITH_PORT.fullmatch(address)
+    if match is None or int(match.group(1)) > 65535:
+        return None
+    return int(match.group(1))
 
 
 def is_wildcard(address: str) -> bool:

@@ -238,11 +238,15 @@ RULES: tuple[Rule, ...] = (
     *_at_least(0, "pool.ssd_bytes", "pool.replicate_reads"),
     *_above_zero(
         "pool.redis_timeout_s",
-        "pool.node_lease_s",
         "pool.put_timeout_s",
         "pool.lease_s",
         "pool.lookup_timeout_s",
         "pool.fetch_timeout_s",
+    ),
+    Rule(
+        path="pool.node_lease_s",
+        holds=lambda v: 0 < v <= 86400,  # what the statements of other nodes may ask for
+        demand="must be above 0 and at most 86400 (a day)",
     ),
     *_at_least(0, "cluster.prefill_workers", "cluster.decode_workers", "cluster.hybrid_workers"),
     *_at_least(1, "cluster.max_workers"),

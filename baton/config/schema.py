@@ -408,7 +408,7 @@ class PoolConfig:
         redis_url: Of the directory.
         redis_prefix: Begins all its keys; clusters that share a Redis need different ones.
         redis_timeout_s: How long a process waits for Redis before it goes on without.
-        node_lease_s: A node that is silent for this long is taken for dead, and its blocks for lost.
+        node_lease_s: A node that is silent for this long, a day at most, is taken for dead, and its blocks for lost.
         put_timeout_s: A put that is not committed by then is given up.
         lease_s: For how long a reader's blocks stay.
         lookup_timeout_s: How long a request waits for the pool's answer before it is computed without.

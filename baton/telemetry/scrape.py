@@ -11,6 +11,7 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from baton.config.ports import port_of
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,12 +47,12 @@ class ScrapeServer:
         registry: CollectorRegistry,
         probes: Mapping[str, Callable[[], bool]] | None = None,
     ) -> None:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
+        host, port = address.rpartition(":")[0], port_of(address)
+        if not host or port is None:
             raise ConfigError(f"not host:port: {address!r}", param="metrics_address")
         self._metrics = make_wsgi_app(registry)
         self._probes = dict(probes or {})
-        self._server = make_server(host, int(port), self._answer, ThreadingWSGIServer, _Handler)
+        self._server = make_server(host, port, self._answer, ThreadingWSGIServer, _Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         self.address = f"{host}:{self._server.server_port}"

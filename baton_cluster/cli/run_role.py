@@ -176,6 +176,8 @@ def _check_addresses(config: BatonConfig, alone: Alone) -> None:
                 f"{flag} {address!r}: must be HOST:PORT with a port from 1 to 65535, or unix:PATH",
                 param=flag,
             )
+    if alone.metrics and port_of(alone.metrics) is None:
+        raise ConfigError(f"--metrics {alone.metrics!r}: must be HOST:PORT", param="--metrics")
     reached = alone.advertise or alone.listen
     if is_wildcard(reached):
         flag = "--advertise" if alone.advertise else "--listen"
@@ -185,8 +187,8 @@ def _check_addresses(config: BatonConfig, alone: Alone) -> None:
             param="--advertise",
         )
     ports = parse_ports(config.transfer.ports) or range(0)
-    for flag, address in (("--listen", alone.listen), ("--metrics", alone.metrics)):
-        if port_of(address) in ports:
+    for flag, address in given:
+        if flag != "--advertise" and port_of(address) in ports:
             raise ConfigError(
                 f"{flag} {address} lies within transfer.ports ({config.transfer.ports})", param=flag
             )
@@ -196,7 +198,7 @@ def _leads_somewhere(address: str) -> bool:
     if address.startswith("unix:"):
         return True
     port = port_of(address) if _HOST_PORT.fullmatch(address) else None
-    return port is not None and 1 <= port <= 65535 and _is_told(address)
+    return port is not None and port >= 1 and _is_told(address)
 
 
 def _is_told(text: str) -> bool:

@@ -39,10 +39,12 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[str, int] | tuple[str, in
         found = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG
         )
-    except OSError as error:
-        raise ConfigError(
-            f"cannot resolve host {host!r}: {error.strerror}", param="--host"
-        ) from error
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # of a name that no DNS has: an empty or a long label, a zero
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot resolve host {host!r}: {why}", param="--host") from error
     family, _, _, _, address = found[0]
     return family, address  # type: ignore[return-value]  # typeshed also lists families we never ask for
 

@@ -28,6 +28,7 @@ import msgspec
 import yaml
 
 from baton.config.sizes import parse_size
+from baton.config.yaml_text import read_yaml
 from baton.errors import ConfigError
 from router.tenants.keys import is_hash
 from router.tenants.tenant import DEFAULT_SLO_CLASS, Tenant, TenantId, TenantLimits
@@ -104,7 +105,7 @@ def parse(text: str, source: str) -> TenantsDocument:
         ConfigError: It is not YAML, or something in it is unknown, of the wrong type, out of range or there twice.
     """
     try:
-        document = msgspec.convert(yaml.safe_load(text) or {}, TenantsDocument)
+        document = msgspec.convert(read_yaml(text) or {}, TenantsDocument)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: {_yaml_problem(error)}") from error
     except msgspec.ValidationError as error:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.config import env
 from baton.config.load import from_json, load, to_json
+from baton.config.ports import port_of
 from baton.config.rules import RULES
 from baton.config.schema import BatonConfig
 from baton.config.setting import SECRETS, TYPES, Setting
@@ -120,10 +121,43 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(clus
         ("log: {level: loud}", "log.level: must be debug, info, warning or error, not 'loud'"),
         ("router: {port: 1\n", "cluster.yaml:2: expected ',' or '}', but got '<stream end>'"),
         ("a: !!python/object:os.system x", "could not determine a constructor"),
+        (
+            "router: {port: 1}\nmodel: {}\nrouter: {host: a}",
+            "cluster.yaml:3: router is given twice",
+        ),
+        ("router:\n  port: 1\n  'port': 2", "cluster.yaml:3: port is given twice"),
+        ("router: {port: 2026-13-45}", "cluster.yaml:1: not a valid timestamp; quote what is text"),
+        ("router: {port: !!int x}", "cluster.yaml:1: not a valid int"),
+        ("router: {port: !!int ''}", "cluster.yaml:1: not a valid int"),
+        ("router: {port: !!bool x}", "cluster.yaml:1: not a valid bool"),
+        ("router: {port: !!timestamp x}", "cluster.yaml:1: not a valid timestamp"),
+        (f"\nrouter: {{port: {'9' * 5000}}}", "cluster.yaml:2: not a valid int"),
+        ("[" * 5000, "cluster.yaml: nested too deeply"),
+        (f"engine: {{kv_cache_memory_bytes: {'9' * 400}T}}", "expected a size such as 4GiB"),
+        ("cluster: {worker_names: ['a:²']}", "cluster.worker_names"),
+        (f"cluster: {{worker_names: ['a:{'9' * 5000}']}}", "cluster.worker_names"),
+        ("pool: {node_lease_s: 86401}", "pool.node_lease_s: must be above 0 and at most 86400"),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line_that_names_the_place(cluster_yaml, text, message):
     assert message in refusal(cluster_yaml(text))
+
+
+def test_what_is_merged_into_a_section_may_be_given_again(cluster_yaml):
+    text = "router: &r {<<: &x {port: 1, host: a}, port: 2}\nlog: {<<: {}, <<: {level: error}}"
+    config = load(cluster_yaml(text))
+    assert (config.router.port, config.router.host, config.log.level) == (2, "a", "error")
+
+
+def test_a_port_that_is_none_is_that_of_no_address(cluster_yaml):
+    assert load(flags=[flag("pool.address", "a:²")]).pool.address == "a:²"
+    assert [port_of(text) for text in ("a:65535", "[::1]:7", "a:65536", "a:²", "unix:/a:1")] == [
+        65535,
+        7,
+        None,
+        None,
+        None,
+    ]
 
 
 def test_a_missing_file_is_refused(tmp_path):

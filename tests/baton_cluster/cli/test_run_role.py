@@ -91,6 +91,10 @@ def test_an_address_that_no_other_host_could_use_is_asked_for(listen):
         ("advertise", "h" * 256 + ":1"),
         ("listen", "10.0.0.1"),
         ("listen", "10.0.0.1:99999"),
+        ("listen", "1:²"),
+        ("metrics", "1:²"),
+        ("metrics", "127.0.0.1:99999"),
+        ("metrics", "10.0.0.1"),
     ],
 )
 def test_a_name_or_an_address_that_routers_would_refuse_is_refused_at_once(flag, value):

@@ -89,6 +89,12 @@ def test_an_empty_document_describes_nobody():
         ("tenants: [{id: a, max_concurrency: 0}]", "max_concurrency: must be at least 1"),
         ("tenants: [{id: a, kv_bytes: lots}]", "kv_bytes: must be a size such as 64GiB"),
         ("tenants: {", "tenants.yaml: line 1:"),
+        ("tenants: []\ntenants: []", "tenants.yaml: line 2: tenants is given twice"),
+        ("tenants: [{id: a, id: b}]", "tenants.yaml: line 1: id is given twice"),
+        ("tenants: [{id: a, weight: 2026-13-45}]", "line 1: not a valid timestamp"),
+        ("[" * 5000, "tenants.yaml: nested too deeply"),
+        (f"tenants: [{{id: a, kv_bytes: {'9' * 400}T}}]", "kv_bytes"),
+        (f"tenants: [{{id: a, weight: {'9' * 400}}}]", "weight"),
         ("jwt: [{issuer: i, audience: a}]", "jwt[0].jwks_file: exactly one of"),
         (
             "jwt: [{issuer: i, audience: a, key_file: k, algorithms: [none]}]",
