@@ -174,9 +174,15 @@ def _read(setting: Setting) -> object:
 def _convert(setting: Setting, value: object) -> object:
     declared: Any = TYPES[setting.path]
     try:
-        return msgspec.convert(value, declared, strict=not setting.is_text)
+        converted = msgspec.convert(value, declared, strict=not setting.is_text)
+        msgspec.json.encode(converted)  # as other processes are told it
     except msgspec.ValidationError as error:
         raise ConfigError(_mismatch(setting, declared), param=setting.path) from error
+    except UnicodeEncodeError as error:  # bytes of the command line or the environment
+        raise ConfigError(f"{setting.source}: not UTF-8 text", param=setting.path) from error
+    except RecursionError:
+        raise ConfigError(f"{setting.source}: nested too deeply", param=setting.path) from None
+    return converted
 
 
 def _unknown_names(setting: Setting, value: object) -> Iterator[ConfigError]:

@@ -5,12 +5,13 @@ could not be done.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol
 
 from baton.config import env
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.version import version
 
 env.quiet_grpc()  # before any of these imports grpc
@@ -79,10 +80,13 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
+    _open_what_is_closed()
     arguments = _parser().parse_args(argv)
     command: Subcommand = arguments.command
     try:
-        return command.run(arguments)
+        status = command.run(arguments)
+        sys.stdout.flush()
+        return status
     except ConfigError as error:
         return _fail(error, 2)
     except BatonError as error:
@@ -93,6 +97,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The process that read our output has gone, as `head` does. Nothing may be flushed to it at exit.
         sys.stdout = None
         return 1
+    except UnicodeEncodeError as error:
+        # Bytes of the command line or the environment that are no UTF-8; or a terminal of another encoding.
+        text = error.object[error.start : error.end]
+        return _fail(ConfigError(f"{text!a} is no text in {error.encoding}"), 2)
+    except (
+        OSError
+    ) as error:  # of the machine: no room on a disk, no right to a file, no descriptors left
+        path = f"{error.filename}: " if error.filename else ""
+        status = _fail(UnavailableError(f"{path}{(error.strerror or str(error)).lower()}"), 1)
+        _drop_what_cannot_be_written()
+        return status
+
+
+def _open_what_is_closed() -> None:
+    """Standard streams that the caller closed (`baton serve >&-`), for this process and those that it starts. Without
+    them the next file or socket would have their descriptors, and be written to by whoever logs.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  # for as long as the process lives
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Else it would be tried again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        sys.stdout = None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -233,15 +233,24 @@ def _become(config: BatonConfig, alone: Alone) -> None:
     from baton_cluster.launch import child
 
     runtime = RuntimeDir.claim(Path(config.cluster.runtime_dir))
-    http = listener.bind(config.router.host, config.router.port) if alone.role == ROUTER else None
-    if alone.role == POOL:
-        runtime.note_pool(config.pool.address)
-    part = part_of(config, alone, runtime, http.detach() if http is not None else None)
+    try:
+        assignment = encode(_assignment(config, alone, runtime))
+    except BaseException:
+        runtime.release()
+        raise
     ours, theirs = socket.socketpair()
-    assignment = encode(Assignment(config=config, part=part))
     _in_background(lambda: ours.sendall(assignment))
     _in_background(lambda: _tell(ours))
     child.run(roles.ROLES[alone.role], theirs.detach(), interruptible=True)
+
+
+def _assignment(config: BatonConfig, alone: Alone, runtime: RuntimeDir) -> Assignment:
+    http_fd = None
+    if alone.role == ROUTER:
+        http_fd = listener.bind(config.router.host, config.router.port).detach()
+    if alone.role == POOL:
+        runtime.note_pool(config.pool.address)
+    return Assignment(config=config, part=part_of(config, alone, runtime, http_fd))
 
 
 def part_of(config: BatonConfig, alone: Alone, runtime: RuntimeDir, http_fd: int | None) -> Part:

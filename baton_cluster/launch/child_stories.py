@@ -13,7 +13,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from baton.errors import UnavailableError
+from baton.errors import ConfigError, UnavailableError
 from baton.rpc.stories import story_to_proto
 from baton.rpc.v1.common_pb2 import StoryReply
 from baton.story import StoryEntry
@@ -32,6 +32,9 @@ async def serve_stories(
     Args:
         folder: The runtime directory.
         tell: What is remembered of the child of that name, on `time.monotonic`.
+
+    Raises:
+        ConfigError: There is no room for a socket in `folder`.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -43,7 +46,10 @@ async def serve_stories(
                 await writer.drain()
         writer.close()
 
-    return await asyncio.start_unix_server(answer, folder / SOCKET, limit=_MAX_NAME)
+    try:
+        return await asyncio.start_unix_server(answer, folder / SOCKET, limit=_MAX_NAME)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {(error.strerror or str(error)).lower()}") from error
 
 
 async def ask_story(folder: Path, name: str) -> StoryReply:

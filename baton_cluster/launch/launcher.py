@@ -8,6 +8,7 @@ by tests and benchmarks:
 """
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -253,6 +254,14 @@ class LocalCluster:
         except BatonError:
             self._listener.close()
             raise
+        try:
+            self._decide(given, port)
+        except BaseException:
+            self._listener.close()
+            self._runtime.release()
+            raise
+
+    def _decide(self, given: BatonConfig, port: int) -> None:
         self._config = resolve(
             given, runtime_dir=self._runtime.path, port=port, cores=usable_cores()
         )
@@ -320,20 +329,19 @@ class LocalCluster:
         return Supervisor(members, policy, new_incarnation=new_incarnation, now_s=time.monotonic())
 
     async def _supervise(self) -> None:
-        stories = await serve_stories(self._runtime.path, self._core.story)
         try:
-            while not self._core.finished:
-                event = await self._next_event()
-                if isinstance(event, ScaleAsked):
-                    await self._scale(event)
-                    continue
-                self._note(event)
-                for action in self._core.handle(event, time.monotonic()):
-                    await self._act(action)
+            with contextlib.closing(await serve_stories(self._runtime.path, self._core.story)):
+                while not self._core.finished:
+                    event = await self._next_event()
+                    if isinstance(event, ScaleAsked):
+                        await self._scale(event)
+                        continue
+                    self._note(event)
+                    for action in self._core.handle(event, time.monotonic()):
+                        await self._act(action)
         finally:
             if self._standby is not None:
                 await self._standby.close()
-            stories.close()
             self._stop_listening()
             self._runtime.release()
 

@@ -14,9 +14,12 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from baton.errors import BatonError
+from baton.telemetry.logs import get_logger
 from baton_cluster.launch.assignment import Assignment, decode, encode
 
 _MAX_MESSAGE_CHARS = 2000
+
+_log = get_logger(__name__)
 
 
 # Structs rather than dataclasses: msgspec tells the members of a union apart only by a tag on a Struct.
@@ -98,12 +101,18 @@ class LauncherEnd:
             self._writer.write(msgspec.json.encode(news) + b"\n")
 
     async def status(self) -> Status | None:
-        """What the child says next; None once it is gone."""
-        try:
-            line = await self._reader.readline()
-        except ConnectionError:
-            return None
-        return msgspec.json.decode(line, type=Status) if line else None
+        """What the child says next; None once it is gone. What is no status, or longer than one is, is passed over."""
+        while True:
+            try:
+                if not (line := await self._reader.readline()):
+                    return None
+                status: Status = msgspec.json.decode(line, type=Status)
+            except ConnectionError:
+                return None
+            except (ValueError, msgspec.DecodeError) as error:
+                _log.error("a process said what its launcher cannot read", reason=str(error))
+            else:
+                return status
 
     async def statuses(self) -> AsyncIterator[Status]:
         """What the child says, until it is gone."""

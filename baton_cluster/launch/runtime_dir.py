@@ -87,8 +87,15 @@ class RuntimeDir:
         return socket_address(self.path, name)
 
     def note_pool(self, address: str) -> None:
-        """Writes down where the pool's node listens, which need not be in this directory, for others to find."""
-        (self.path / _POOL).write_text(address, encoding="utf-8")
+        """Writes down where the pool's node listens, which need not be in this directory, for others to find.
+
+        Raises:
+            ConfigError: It cannot be written, as on a full disk.
+        """
+        try:
+            (self.path / _POOL).write_text(address, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{self.path}: {(error.strerror or str(error)).lower()}") from error
 
     def forget(self, name: str) -> None:
         """Removes the sockets of a child that is gone."""

@@ -133,6 +133,7 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(clus
         ("router: {port: !!timestamp x}", "cluster.yaml:1: not a valid timestamp"),
         (f"\nrouter: {{port: {'9' * 5000}}}", "cluster.yaml:2: not a valid int"),
         ("[" * 5000, "cluster.yaml: nested too deeply"),
+        ("engine: {vllm: &a {x: *a}}", "engine.vllm: nested too deeply"),
         (f"engine: {{kv_cache_memory_bytes: {'9' * 400}T}}", "expected a size such as 4GiB"),
         ("cluster: {worker_names: ['a:²']}", "cluster.worker_names"),
         (f"cluster: {{worker_names: ['a:{'9' * 5000}']}}", "cluster.worker_names"),

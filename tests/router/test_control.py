@@ -91,6 +91,14 @@ async def test_the_launcher_is_asked_and_both_numbers_are_told(tmp_path):
     assert "kim" in by
 
 
+async def test_what_a_caller_says_of_itself_reaches_the_launcher_in_short(tmp_path):
+    launcher = Launcher()
+    async with asked(tmp_path, launcher, AS_STARTED) as stub:
+        await stub.Scale(pb.ScaleRequest(pools={"decode": 5}, by='"' * 40_000))
+    ((_, by),) = launcher.asked
+    assert len(by) <= 200
+
+
 async def refusal(stub: "ControlAsyncStub", **pools: int) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.Scale(pb.ScaleRequest(pools=pools))

@@ -1,19 +1,26 @@
+import asyncio
+import contextlib
 import io
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
+from baton.errors import UnavailableError
 from baton.ids import Incarnation
 from baton_cluster.cli import demo
 from baton_cluster.cli.demo import Outcome
 from baton_cluster.cli.main import main
 from baton_cluster.cli.progress import StartDisplay
+from baton_cluster.launch.child_stories import ask_story
 from baton_cluster.launch.launcher import ChildInfo
 from baton_cluster.launch.supervisor import (
     AnnounceReady,
@@ -21,6 +28,7 @@ from baton_cluster.launch.supervisor import (
     ChildProgress,
     ChildState,
 )
+from tests.baton_cluster.cli.fake_control import FakeControl, answering
 from tests.baton_cluster.cli.test_chat import TIMING
 from tests.waits import WAIT_S
 
@@ -140,6 +148,90 @@ def test_a_closed_terminal_does_not_stop_what_nohup_started(home):
                 assert router.makefile().readline()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def shell(words: str) -> tuple[str, ...]:
+    """Starts a command as a shell does that is told these words, of which `"$@"` is that command."""
+    return ("sh", "-c", words, "sh")
+
+
+async def router_is_ready(directory: Path) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            with contextlib.suppress(UnavailableError):  # it does not listen yet
+                told = await ask_story(directory, "router")
+                if any(entry.event.startswith("ChildReady") for entry in told.entries):
+                    return
+            await asyncio.sleep(0.01)
+
+
+def test_it_serves_with_its_streams_closed_and_gives_their_descriptors_to_no_file(home):
+    with serve_fakes(home, under=shell('exec "$@" <&- >&- 2>&-')) as process:
+        asyncio.run(router_is_ready(home / "run"))
+        for one in (process.pid, *(child.pid for child in psutil.Process(process.pid).children())):
+            streams = [os.readlink(f"/proc/{one}/fd/{number}") for number in range(3)]
+            assert streams == [os.devnull] * 3
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_runtime_directory(home):
+    # Files are cut off after 8 bytes.
+    with serve_fakes(home, "--pool", "true", under=("prlimit", "--fsize=8:8")) as process:
+        assert process.communicate(timeout=30)[0] == f"baton: error: {home}/run: file too large\n"
+    assert process.returncode == 2
+    assert not (home / "run").exists()
+
+
+def test_a_runtime_directory_without_room_for_a_socket_is_one_line_and_is_let_go(home):
+    (home / "run").mkdir(mode=0o700)
+    (home / "run" / "supervisor.sock").touch()
+    with serve_fakes(home) as process:
+        error = process.communicate(timeout=30)[0]
+    assert re.fullmatch(rf"baton: error: {home}/run: .*address.* in use\n", error)
+    assert process.returncode == 2
+    assert [file.name for file in (home / "run").iterdir()] == ["supervisor.sock"]
+
+
+@pytest.mark.parametrize(
+    "argv", [["config", "show"], ["config", "show", "--json"], ["tenants", "new-key"]]
+)
+def test_a_full_disk_under_its_output_is_one_line(argv):
+    command = [sys.executable, "-m", "baton_cluster.cli.main", *argv]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "baton: error: no space left on device\n")
+
+
+def test_without_standard_input_there_is_no_key():
+    under = shell('exec "$@" <&-')
+    command = [*under, sys.executable, "-m", "baton_cluster.cli.main", "tenants", "hash-key"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "baton: error: an API key must have at least 24 characters\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["drain", "decode-\udcff"],
+        ["drain", "decode-0", "--reason", "\udcff"],
+        ["role", "\udcff", "decode"],
+        ["explain", "\udcff"],
+        ["explain", "\udcff", "--story"],
+    ],
+)
+def test_bytes_that_are_no_utf_8_are_one_line(home, capsys, argv):
+    with answering(FakeControl(), home / "run") as runtime:
+        status, shown = error_of(capsys, *argv, "--runtime-dir", str(runtime.path))
+    assert (status, shown) == (2, "'\\udcff' is no text in utf-8")
+
+
+def test_a_setting_that_is_no_utf_8_is_refused_by_its_name(capsys, monkeypatch):
+    shown = "--served-model-name: not UTF-8 text"
+    assert error_of(capsys, "serve", "--served-model-name", "\udcff") == (2, shown)
+    monkeypatch.setenv("BATON_ROUTER_API_KEYS", "one,\udcff")
+    assert error_of(capsys, "serve") == (2, "BATON_ROUTER_API_KEYS: not UTF-8 text")
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line_and_status_1(home):

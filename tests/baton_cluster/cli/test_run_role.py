@@ -126,6 +126,16 @@ def test_without_the_secret_it_ends_with_one_line(capsys):
     assert "cluster.secret is not set" in capsys.readouterr().err
 
 
+def test_a_router_whose_port_is_taken_leaves_no_runtime_directory(home, monkeypatch, capsys):
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", SECRET)
+    monkeypatch.setenv("BATON_CLUSTER_WORKERS", "127.0.0.1:7001")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["run", "router", "--port", port, "--runtime-dir", str(home / "run")]) == 2
+    assert f"port {port} on 127.0.0.1 is taken" in capsys.readouterr().err
+    assert not (home / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("engine", "given", "policy"),
     [("vllm", None, "passive"), ("vllm", "active", "active"), ("baton", None, None)],

@@ -3,6 +3,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from baton.config.schema import BatonConfig
@@ -71,6 +72,19 @@ async def test_a_refusal_is_raised_with_its_reason():
         launcher.tell(refused)
         with pytest.raises(InvalidRequestError, match="too many"):
             await soon(scaling)
+
+
+async def test_words_that_are_no_status_or_too_long_cost_a_launcher_only_themselves():
+    ours, theirs = socket.socketpair()
+    launcher = await LauncherEnd.open(ours)
+    request = msgspec.json.encode(ScaleRequest(number=1, pools=AFTER, by="kim"))
+    said = b"\n".join((b"x" * 300_000, b"x" * 70_000, b"{}", request, b""))
+    with theirs:
+        sending = asyncio.create_task(asyncio.to_thread(theirs.sendall, said))
+        assert (await asked(launcher)).by == "kim"
+        await soon(sending)
+    assert await soon(launcher.status()) is None
+    await launcher.close()
 
 
 async def test_a_launcher_that_does_not_answer_is_not_waited_for(monkeypatch):
