@@ -34,6 +34,7 @@ from baton_cluster.cli.story import story_text
 _WATCH_INTERVAL_S = 1.0
 _FLUSH_WAIT_S = 30.0
 _HOTTEST = 10
+_MAX_HOTTEST = 1000  # as a node tells at most
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,8 +79,8 @@ def _action(
 
 def _top(arguments: argparse.Namespace) -> None:
     hottest: int = arguments.hottest
-    if hottest < 0:
-        raise ConfigError(f"--hottest: must be at least 0, not {hottest}")
+    if not 0 <= hottest <= _MAX_HOTTEST:
+        raise ConfigError(f"--hottest: must be from 0 to {_MAX_HOTTEST}, not {hottest}")
     address = address_in(router_control.cluster_dir(arguments))
     if arguments.json:
         asyncio.run(_write(address, hottest, again=arguments.watch))
@@ -90,8 +91,13 @@ def _top(arguments: argparse.Namespace) -> None:
 
 
 async def _watch(address: str, hottest: int) -> None:
-    usage = await fetch(address, hottest=hottest)
-    with Live(render(usage), console=Console(), auto_refresh=False, screen=False) as live:
+    console, shown = Console(), render(await fetch(address, hottest=hottest))
+    if not console.is_terminal:  # there Live shows nothing before its end
+        while True:
+            console.print(shown)
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            shown = render(await fetch(address, hottest=hottest))
+    with Live(shown, console=console, auto_refresh=False, screen=False) as live:
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             live.update(render(await fetch(address, hottest=hottest)), refresh=True)

@@ -93,6 +93,18 @@ def test_a_watch_goes_on_until_the_node_is_gone(pool, capsys):
     assert "the pool does not answer" in shown.err
 
 
+def test_a_watch_into_a_file_shows_every_second_as_it_comes(pool, capsys):
+    pool.service.answers = 2
+    assert main(["pool", "top", "--watch", *pool.where]) == 1
+    assert capsys.readouterr().out.count("hits 75%") == 2
+
+
+@pytest.mark.parametrize("count", ["-1", "1001", "10000000000"])
+def test_more_prefixes_than_a_node_tells_are_refused(pool, capsys, count):
+    assert main(["pool", "top", f"--hottest={count}", *pool.where]) == 2
+    assert f"--hottest: must be from 0 to 1000, not {count}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "asked"),
     [
@@ -115,6 +127,11 @@ def test_a_flush_of_everything_must_be_said_and_nothing_else(pool, capsys, argv)
     assert main(["pool", "flush", *argv, *pool.where]) == 2
     assert "or else --all" in capsys.readouterr().err
     assert pool.service.flushes == []
+
+
+def test_a_tenant_that_is_no_utf_8_is_one_line(pool, capsys):
+    assert main(["pool", "flush", "--tenant", "\udcff", *pool.where]) == 2
+    assert capsys.readouterr().err == "baton: error: '\\udcff' is no text in utf-8\n"
 
 
 def test_a_flush_can_be_read_by_machines(pool, capsys):
