@@ -287,6 +287,11 @@ class LegTable:
         else:
             leg.attempt.decode = None
 
+    def abandon(self, leg: Leg, now_s: float) -> None:
+        """The leg is over, and its end says nothing of its worker's health."""
+        leg.worker.breaker.abandoned(now_s)
+        self.close(leg)
+
     def check_integrity(self, attempts: Iterable[Attempt], workers: Iterable[WorkerView]) -> None:
         """Raises `InvariantError` unless these are the legs of `attempts`, and `workers` count them."""
         if {leg.leg_id: leg for attempt in attempts for leg in attempt.legs} != self._legs:

@@ -558,7 +558,7 @@ class Dispatcher:
             if isinstance(event.error, UnreachableError):
                 actions += self._pair_failed(attempt.prefill, event.error, now_s)
             actions.append(attempt.prefill.cancel())
-            self._legs.close(attempt.prefill)
+            self._legs.abandon(attempt.prefill, now_s)
         return actions + self._retry.replace_prefill(attempt, event.error, blamed, now_s)
 
     # What follows from it.
@@ -597,7 +597,9 @@ class Dispatcher:
             return self._on_pair_failed(leg, error, now_s)
         suspected = _suspects(leg, error)
         blamed = frozenset(worker.identity for worker in suspected)
-        if not isinstance(error, _NO_WORKERS_FAULT):
+        if isinstance(error, _NO_WORKERS_FAULT):
+            leg.worker.breaker.abandoned(now_s)
+        else:
             for worker in suspected:
                 self._blame(worker, now_s)
         if isinstance(error, DrainingError):
@@ -614,7 +616,7 @@ class Dispatcher:
         """
         attempt = leg.attempt
         actions = self._pair_failed(leg, error, now_s)
-        self._legs.close(leg)
+        self._legs.abandon(leg, now_s)
         decode = None if attempt.decode is None else attempt.decode.worker
         heard = decode is not None and not decode.silent(now_s, _HEARD_S)
         blamed = frozenset() if decode is None or heard else frozenset({decode.identity})

@@ -372,8 +372,7 @@ class RetryController:
         """Cancels every open leg of an attempt, which has ended, and takes it off all lists."""
         actions: list[Action] = []
         for leg in attempt.legs:
-            self._legs.close(leg)
-            leg.worker.breaker.abandoned(now_s)
+            self._legs.abandon(leg, now_s)
             actions.append(leg.cancel())
         attempt.move(AttemptState.ENDED, now_s)
         self._waiting.pop(attempt, None)

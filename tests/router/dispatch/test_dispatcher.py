@@ -12,6 +12,7 @@ from baton.errors import (
     DrainingError,
     EngineError,
     IncompatibleError,
+    InvalidRequestError,
     InvariantError,
     OverloadedError,
     PromptTooLongError,
@@ -1114,6 +1115,31 @@ def test_a_leg_that_goes_well_makes_its_worker_trusted_again():
     core(decoded(leg, drawn(0, 0, 1)))
     assert worker.breaker.circuit(core.now_s) is Circuit.CLOSED
     core.assert_empty()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda core, p, d: core(failed(p, OverloadedError("full"))),
+        lambda core, p, d: core(failed(p, InvalidRequestError("malformed"))),
+        lambda core, p, d: core(failed(p, NO_WAY)),
+        lambda core, p, d: core(lost(d)),
+        lambda core, p, d: core(ClientGone(request_id=REQUEST)),
+    ],
+)
+def test_a_trial_that_ends_without_a_word_on_its_worker_makes_room_for_the_next(core, end):
+    core.join("p0", "p1", "d0")
+    p0, p1 = (core.view.find(name) for name in ("p0", "p1"))
+    for _ in range(3):
+        p0.breaker.failed(core.now_s)
+    core.pass_time_hearing(6.0, "p0", "d0")  # p1 is silent
+    p, d = start_pair(core)
+    assert p.worker == p0.identity
+    assert not p0.breaker.allows(core.now_s)
+    p1.heard_s = core.now_s
+    end(core, p, d)
+    assert p0.breaker.circuit(core.now_s) is Circuit.HALF_OPEN
+    assert p0.breaker.allows(core.now_s)
 
 
 def test_the_story_of_a_request_tells_every_event_and_what_it_came_to(core):
