@@ -522,6 +522,8 @@ class Dispatcher:
         attempt = leg.attempt
         if attempt.state is AttemptState.PREFILLING:
             return self._breach(leg, "handed off before its first tokens", now_s)
+        if attempt.decode is None and attempt.state is not AttemptState.AWAITING_REPORT:
+            return self._breach(leg, "handed off what it had given up", now_s)
         actions: list[Action] = []
         attempt.request.watch.handed_off(event)
         leg.worker.breaker.succeeded(now_s)
@@ -537,19 +539,21 @@ class Dispatcher:
         attempt = leg.attempt
         if attempt.state is AttemptState.PREFILLING:
             return self._breach(leg, "put a prompt into the pool before its first tokens", now_s)
-        if attempt.decoded or attempt.decode is None:
+        if attempt.decoded:
             return self._breach(leg, "put a prompt into the pool that was handed off", now_s)
         leg.worker.breaker.succeeded(now_s)
         self._legs.close(leg)
-        node = node_of(leg.worker.load)
-        in_reach = node is not None and node == node_of(attempt.decode.worker.load)
-        return self._retry.leave_to_pool(attempt, now_s, in_reach=in_reach)
+        node, decode = node_of(leg.worker.load), attempt.decode
+        reader: WorkerIdentity | None = None
+        if decode is not None and node is not None and node == node_of(decode.worker.load):
+            reader = decode.worker.identity
+        return self._retry.leave_to_pool(attempt, reader, now_s)
 
     def _writer_lost(self, leg: Leg, event: LegWriterLost, now_s: float) -> list[Action]:
         attempt = leg.attempt
         current = attempt.permit is not None and attempt.permit.attempt == event.attempt
         handed_off = attempt.decoded or attempt.early or attempt.state not in _HANDOFF_OPEN
-        if not current or handed_off:
+        if not current or handed_off or _given_up_by_prefill(leg, event.error):
             return []
         actions: list[Action] = []
         blamed: frozenset[WorkerIdentity] = frozenset()
@@ -595,6 +599,10 @@ class Dispatcher:
         attempt = leg.attempt
         if leg.kind is LegKind.PREFILL and isinstance(error, UnreachableError | IncompatibleError):
             return self._on_pair_failed(leg, error, now_s)
+        # That of a P which took over may be about the P before it.
+        if _given_up_by_prefill(leg, error) and not attempt.took_over:
+            self._legs.abandon(leg, now_s)
+            return []
         suspected = _suspects(leg, error)
         blamed = frozenset(worker.identity for worker in suspected)
         if isinstance(error, _NO_WORKERS_FAULT):
@@ -682,6 +690,15 @@ def _only_advances(leg: Leg, sample: int) -> bool:
 def _single(leg: Leg, sample: int, token: int) -> DecodeTokens:
     drawn = (plain_token(sample, token),)
     return DecodeTokens(worker=leg.sent.worker, leg_id=leg.sent.leg_id, tokens=drawn)
+
+
+def _given_up_by_prefill(leg: Leg, error: BatonError) -> bool:
+    """Whether D says that P gave the hand-off up, and P has not said why yet: its prompt is complete with its first
+    tokens, lies in the pool, or failed. What P says may be overtaken by D; if it is lost, so is P's stream.
+    """
+    attempt = leg.attempt
+    waits = attempt.prefill is not None and not attempt.decoded
+    return leg.kind is LegKind.RECEIVE and isinstance(error, CancelledByPeerError) and waits
 
 
 def _suspects(leg: Leg, error: BatonError) -> list[WorkerView]:

@@ -234,20 +234,20 @@ class RetryController:
             pinned=pinned,
         )
 
-    def leave_to_pool(self, attempt: Attempt, now_s: float, *, in_reach: bool) -> list[Action]:
-        """D had no room, and the prompt lies in the pool, where D can fetch it (`in_reach`) or not.
+    def leave_to_pool(
+        self, attempt: Attempt, reader: WorkerIdentity | None, now_s: float
+    ) -> list[Action]:
+        """D had no room, and the prompt lies in the pool, from which D can fetch it (then it is the `reader`) or not.
 
         D fetches it when it has room, and holds nothing until then. Out of reach, D would compute the prompt among the
         requests that decode there: another pair is better, P has the prompt in its cache.
         """
-        assert attempt.decode is not None
-        fallback = Fallback.NO_ROOM if in_reach else Fallback.ANOTHER_PAIR
+        fallback = Fallback.NO_ROOM if reader else Fallback.ANOTHER_PAIR
         self.counters.fallbacks[fallback] += 1
-        pinned = attempt.decode.worker.identity if in_reach else None
         actions = self._cancel_legs(attempt, now_s)
         self._record(attempt, now_s, f"left in the pool: {fallback.value}", actions)
         return actions + self._continue(
-            attempt, now_s, number=attempt.number, avoid=attempt.avoid, cause=None, pinned=pinned
+            attempt, now_s, number=attempt.number, avoid=attempt.avoid, cause=None, pinned=reader
         )
 
     def fail(self, request_id: RequestId, error: BatonError, now_s: float) -> list[Action]:

@@ -350,6 +350,60 @@ def test_a_first_token_that_ends_everything_cancels_both_legs(core):
     core.assert_empty()
 
 
+GIVEN_UP = CancelledByPeerError("the prefill worker gave this transfer up")
+
+TELL_GIVEN_UP = pytest.mark.parametrize(
+    "tell",
+    [
+        lambda core, d: core(lost(d, error=GIVEN_UP)),
+        lambda core, d: core(failed(d, GIVEN_UP)),  # P gave up before D had heard of it
+    ],
+)
+
+
+@TELL_GIVEN_UP
+def test_first_tokens_that_end_everything_are_waited_for_though_d_says_first_that_p_gave_up(tell):
+    core = Core(policy=RetryPolicy(max_attempts=1))
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core, samples=(0, 1), max_tokens=1)
+    assert tell(core, d) == []
+    actions = core(first_tokens(p, drawn(0, 0, 1), drawn(1, 0, 1)))
+    assert len(tokens_in(actions)) == 2
+    assert sent(actions, Finish).timing.retries == 0
+    core.assert_empty()
+
+
+@TELL_GIVEN_UP
+@pytest.mark.parametrize(
+    "end", [lambda core, p: die(core, p), lambda core, p: core(failed(p, EngineError("a step")))]
+)
+def test_a_p_of_which_d_says_that_it_gave_up_is_replaced_once_it_says_why_or_is_lost(
+    core, tell, end
+):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    assert tell(core, d) == []
+    assert sent(end(core, p), LegKind.PREFILL).worker != p.worker
+
+
+def test_what_d_may_say_of_the_p_before_is_no_reason_to_wait_for_the_one_that_took_over(core):
+    core.join("p0", "p1", "p2", "d0", "d1")
+    p, d = start_pair(core)
+    again = sent(die(core, p), LegKind.PREFILL)
+    actions = core(failed(d, GIVEN_UP))
+    assert cancelled(actions) == {again.leg_id}
+    assert sent(actions, LegKind.RECEIVE).worker != d.worker
+
+
+def test_a_hand_off_of_what_d_had_given_up_breaks_the_contract(core):
+    core.join("p0", "p1", "d0", "d1")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    core(failed(d, GIVEN_UP))
+    assert sent(core(handed_off(p)), LegKind.PREFILL).worker != p.worker
+
+
 def test_a_failed_decode_leg_cancels_the_other_at_once_and_is_retried_elsewhere(core):
     core.join("p0", "d0", "d1")
     p, d = start_pair(core)
@@ -361,8 +415,10 @@ def test_a_failed_decode_leg_cancels_the_other_at_once_and_is_retried_elsewhere(
     assert again.leg_id not in {p.leg_id, d.leg_id}
 
 
-def lost(d: SendLeg, attempt: int = 1):
-    error = WorkerLostError("no sign of life")
+NO_SIGN = WorkerLostError("no sign of life")
+
+
+def lost(d: SendLeg, attempt: int = 1, error: BatonError = NO_SIGN) -> LegWriterLost:
     return LegWriterLost(worker=d.worker, leg_id=d.leg_id, attempt=attempt, error=error)
 
 

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.backoff import Backoff
-from baton.errors import CancelledByPeerError, EngineError, TransferError, WorkerLostError
+from baton.errors import (
+    BatonError,
+    CancelledByPeerError,
+    EngineError,
+    TransferError,
+    WorkerLostError,
+)
 from baton.generation import FinishReason, Prompt, SamplingParams, WorkerLoad, plain_token
 from baton.ids import LegId, LegKind, RequestId, Role, WorkerIdentity
 from kv_transfer.ticket import Permit
@@ -43,6 +49,7 @@ from router.routing.policies import policy_named
 from router.routing.view import ClusterView
 from tests.router.known_workers import drawn, hello
 
+GONE = WorkerLostError("the prefill worker is gone")
 ROLES = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
 ROLES["h0"] = Role.HYBRID
 
@@ -261,8 +268,13 @@ class Interleavings(RuleBasedStateMachine):
                 else:
                     self.fail_leg(worker, leg_id, WorkerLostError("the decode worker is gone"))
 
-    def lose_writer(self, worker: FakeWorker, leg_id: LegId, attempt: int) -> None:
-        error = WorkerLostError("the prefill worker is gone")
+    def lose_writer(
+        self,
+        worker: FakeWorker,
+        leg_id: LegId,
+        attempt: int,
+        error: BatonError = GONE,
+    ) -> None:
         event = LegWriterLost(worker=worker.identity, leg_id=leg_id, attempt=attempt, error=error)
         worker.outbox[LegKind.RECEIVE].append(event)
 
@@ -352,6 +364,9 @@ class Interleavings(RuleBasedStateMachine):
                     prefill_s=0.0,
                 )
             )
+            if tokens and all(token.finish for token in tokens):
+                del worker.legs[leg_id]
+                self.give_up(permit_of(command))
             return
         decoder = self.alive(permit_of(command).target)
         for other in [] if decoder is None else decoder.legs.values():
@@ -376,6 +391,13 @@ class Interleavings(RuleBasedStateMachine):
                 )
                 return
         self.fail_leg(worker, leg_id, TransferError("the decode worker does not know it"))
+
+    def give_up(self, permit: Permit) -> None:
+        """Nothing is left to decode: P says so to D, too, which may be heard first."""
+        decoder = self.alive(permit.target)
+        for leg_id, leg in [] if decoder is None else list(decoder.legs.items()):
+            if decoder is not None and getattr(leg.command, "permit", None) == permit:
+                self.lose_writer(decoder, leg_id, permit.attempt, CancelledByPeerError("given up"))
 
     def advance_decode(self, worker: FakeWorker, leg_id: LegId, leg: FakeLeg) -> None:
         max_tokens = leg.prompt.sampling.max_tokens

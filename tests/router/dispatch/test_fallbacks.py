@@ -13,6 +13,7 @@ from tests.router.dispatch.test_dispatcher import (
     Core,
     cancelled,
     decoded,
+    failed,
     first_tokens,
     legs_sent,
     sent,
@@ -95,15 +96,27 @@ def test_a_worker_that_cannot_fetch_a_prompt_does_not_compute_it_among_those_who
     assert core.dispatcher.retry_counters.fallbacks == {Fallback.ANOTHER_PAIR: 1}
 
 
-def test_the_worker_may_hear_first_that_nobody_writes_any_more():
+def test_a_prompt_without_room_is_fetched_also_where_d_says_first_that_nobody_writes_any_more():
     core = Core()
-    core.join("p0", "d0")
+    core.join("p0", "p1", "d0")
+    pooled(core)
     p, d = start_pair(core)
     core(first_tokens(p, drawn(0, 0, 4)))
-    local = sent(core(_writer_lost(d)), LegKind.GENERATE)
-    assert local.worker == d.worker
-    assert core(_put_in_pool(p)) == []
-    assert core.dispatcher.retry_counters.fallbacks == {Fallback.RECOMPUTE: 1}
+    assert core(_writer_lost(d)) == []
+    assert sent(core(_put_in_pool(p)), LegKind.GENERATE).worker == d.worker
+    assert core.dispatcher.retry_counters.fallbacks == {Fallback.NO_ROOM: 1}
+
+
+def test_a_prompt_in_the_pool_whose_pages_d_has_given_up_goes_to_any_pair():
+    core = Core()
+    core.join("p0", "d0")
+    pooled(core)
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    assert core(failed(d, _writer_lost(d).error)) == []
+    actions = core(_put_in_pool(p))
+    assert sent(actions, LegKind.PREFILL).worker == p.worker
+    assert core.dispatcher.retry_counters.fallbacks == {Fallback.ANOTHER_PAIR: 1}
 
 
 def test_a_prompt_that_is_put_before_its_first_tokens_breaks_the_contract():
