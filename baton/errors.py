@@ -166,6 +166,12 @@ class WrongRoleError(UnavailableError):
     code = "wrong_role"
 
 
+class NoRoomError(UnavailableError):
+    """A decode worker had no pages for a prompt within the time that it may wait for them."""
+
+    code = "no_room"
+
+
 class PoolUnavailableError(UnavailableError):
     """The KV pool, or its directory, cannot be reached; the caller goes on without it. Never ends a request."""
 
@@ -325,6 +331,7 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     WorkerLostError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     DrainingError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     WrongRoleError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
+    NoRoomError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     PoolUnavailableError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     DeadlineError: _row(504, "DEADLINE_EXCEEDED", "timeout_error", retryable=True),
     CancelledByPeerError: _row(499, "CANCELLED", "cancelled_error"),

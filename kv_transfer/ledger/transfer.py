@@ -27,6 +27,7 @@ from baton.errors import (
     CorruptKvError,
     DeadlineError,
     InvariantError,
+    NoRoomError,
     TransferError,
     WorkerLostError,
 )
@@ -397,7 +398,7 @@ class Transfer:
                 return DeadlineError(f"no router announced this transfer in {waited_s:.0f} s")
             case TransferState.RESERVED if waited_s > reserve_s:
                 blocks = self.permit.num_blocks
-                return TransferError(
+                return NoRoomError(
                     f"no room for {blocks} pages on the decode worker in {waited_s:.0f} s"
                 )
             case TransferState.WRITING if waited_s > reserve_s and not self.parts.whole:

@@ -19,6 +19,7 @@ from baton.errors import (
     IncompatibleError,
     InvalidRequestError,
     InvariantError,
+    NoRoomError,
     OverloadedError,
     StaleIncarnationError,
     TransferError,
@@ -103,6 +104,7 @@ _NO_WORKERS_FAULT = (
     DeadlineError,
     DrainingError,
     InvalidRequestError,
+    NoRoomError,
     OverloadedError,
     UnreachableError,
     WrongRoleError,
@@ -703,6 +705,8 @@ def _given_up_by_prefill(leg: Leg, error: BatonError) -> bool:
 
 def _suspects(leg: Leg, error: BatonError) -> list[WorkerView]:
     """Workers that may be at fault for what ended `leg`, its own first."""
+    if isinstance(error, NoRoomError) and leg.attempt.decode is not None:
+        return [leg.attempt.decode.worker]  # also where P was told so before this router
     others: Sequence[Leg] = leg.attempt.legs if isinstance(error, _EITHER_WORKERS_FAULT) else ()
     return [leg.worker, *(other.worker for other in others if other is not leg)]
 

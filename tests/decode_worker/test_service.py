@@ -278,8 +278,8 @@ async def test_a_reservation_without_room_fails_in_time(tmp_path: Path):
         await both.generate(1, prompt(FULL - 8, max_tokens=4))
         await both.stepping(both.d)
         await both.ask(2, prompt(40))
-        assert await both.failed(both.to_d, 2) == "transfer_failed"
-        assert await both.failed(both.to_p, 2) == "transfer_failed"
+        assert await both.failed(both.to_d, 2) == "no_room"
+        assert await both.failed(both.to_p, 2) == "no_room"
 
 
 async def test_an_expectation_that_nobody_fills_fails_in_time(tmp_path: Path):

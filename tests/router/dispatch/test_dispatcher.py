@@ -14,6 +14,7 @@ from baton.errors import (
     IncompatibleError,
     InvalidRequestError,
     InvariantError,
+    NoRoomError,
     OverloadedError,
     PromptTooLongError,
     TransferError,
@@ -519,6 +520,22 @@ def test_a_transfer_error_makes_both_workers_suspect(core):
     actions = core(failed(p, TransferError("no answer")))
     assert sent(actions, LegKind.PREFILL).worker != p.worker
     assert sent(actions, LegKind.RECEIVE).worker != d.worker
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_d_without_room_is_avoided_and_neither_worker_left_out_whichever_tells_first(first):
+    core = Core(policy=RetryPolicy(max_attempts=2))
+    core.join("p0", "p1", "d0", "d1")
+    for _ in range(4):
+        legs = start_pair(core)
+        again = core(failed(legs[first], NoRoomError("no room for 3 pages")))
+        assert cancelled(again) == {legs[1 - first].leg_id}
+        assert sent(again, LegKind.RECEIVE).worker != legs[1].worker
+        assert sent(again, LegKind.PREFILL).worker == legs[0].worker  # it has the prompt cached
+        error = sent(core(failed(sent(again, LegKind.PREFILL), NoRoomError("none"))), Fail).error
+        assert (disposition(error).http, disposition(error).retryable) == (503, True)
+    assert all(w.breaker.circuit(core.now_s) is Circuit.CLOSED for w in core.view.workers)
+    core.assert_empty()
 
 
 NO_WAY = UnreachableError("nothing passes")
