@@ -116,13 +116,18 @@ class WorkerCapacity:
     def can_decode(
         self, worker: WorkerView, *, samples: int, context_tokens: int, slo: Slo
     ) -> bool:
-        """Whether `worker` could decode `samples` more of such a context. One that decodes nothing always can."""
+        """Whether `worker` could decode `samples` more of such a context. One that decodes nothing always can; one that
+        other routers fill, too, as soon as it could decode one.
+        """
         if worker.sequences == 0:
             return True
         ahead = _DECODE_AHEAD * worker.hello.max_num_seqs
         limit = worker.hello.max_num_seqs + ahead
+        # Others would take each place that becomes free before there are as many. In the worker's own queue nothing is
+        # overtaken for ever.
+        places = 1 if worker.foreign_sequences else samples
         # What waits inside it, waits for pages: it is full, whatever its limit says.
-        if worker.sequences + samples > limit or worker.load.waiting > max(_PROMPTS_AHEAD, ahead):
+        if worker.sequences + places > limit or worker.load.waiting > max(_PROMPTS_AHEAD, ahead):
             return False
         return self._keeps_promises(worker, samples, context_tokens, slo)
 

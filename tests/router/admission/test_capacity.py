@@ -93,6 +93,14 @@ def test_what_other_routers_decode_there_counts_too():
     assert not capacity.has_room(queued("r"), 0.0)
 
 
+def test_several_samples_take_the_first_place_where_other_routers_would_take_it_before_the_next():
+    capacity, workers = cluster(p0=Role.PREFILL, d0=Role.DECODE)  # 8 seats and 2 ahead
+    workers["d0"].decode_sequences, workers["d0"].foreign_sequences = 4, 5
+    assert capacity.has_room(queued("r", samples=8), 0.0)
+    workers["d0"].foreign_sequences = 6
+    assert not capacity.has_room(queued("r", samples=8), 0.0)
+
+
 def test_more_samples_than_seats_run_on_a_worker_that_is_empty():
     capacity, _ = cluster(h0=Role.HYBRID)
     assert capacity.has_room(queued("r", samples=100), 0.0)
