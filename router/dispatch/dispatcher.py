@@ -8,7 +8,7 @@ whatever happens to a worker ends in what happens to its legs.
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from baton.errors import (
     BatonError,
@@ -73,6 +73,11 @@ _STALL_S = 1.0
 
 _HEARD_S = 1.5
 """A worker that said something in this time is there: one that is well reports twice per second."""
+
+_STALE_DEADLINES = 64
+"""Deadlines of requests that have ended, beyond as many as are in flight. To take each one out as its request ends
+would cost more than to take out many at once.
+"""
 
 _HANDOFF_OPEN = (AttemptState.PREFILLING, AttemptState.HANDING_OFF)
 """States in which another P may still take over."""
@@ -266,7 +271,15 @@ class Dispatcher:
     def _submit(self, asked: GenerationRequest, now_s: float) -> list[Action]:
         actions = self._retry.begin(asked, now_s)
         heappush(self._deadlines, (asked.deadline_s, asked.request_id))
+        if len(self._deadlines) > 2 * self.in_flight + _STALE_DEADLINES:
+            self._deadlines = [each for each in self._deadlines if self._has_deadline(*each)]
+            heapify(self._deadlines)
         return actions
+
+    def _has_deadline(self, deadline_s: float, request_id: RequestId) -> bool:
+        """Whether that is the deadline of a request in flight."""
+        request = self._retry.request(request_id)
+        return request is not None and request.deadline_s == deadline_s
 
     def _stop_sample(self, event: StopSample, now_s: float) -> list[Action]:
         request = self._retry.request(event.request_id)
@@ -282,8 +295,7 @@ class Dispatcher:
         actions = self._look_for_silent_workers(now_s)
         while self._deadlines and self._deadlines[0][0] <= now_s:
             deadline_s, request_id = heappop(self._deadlines)
-            request = self._retry.request(request_id)
-            if request is not None and request.deadline_s == deadline_s:
+            if self._has_deadline(deadline_s, request_id):
                 error = DeadlineError("the request's deadline passed")
                 actions += self._retry.fail(request_id, error, now_s)
         actions += self._retry.end_unreported(now_s)

@@ -1,5 +1,6 @@
 """The dispatcher's promises, one by one; `test_dispatch_properties` tries them against random interleavings."""
 
+import weakref
 from dataclasses import replace
 from random import Random
 
@@ -1036,6 +1037,23 @@ def test_the_deadline_ends_a_job(core):
     assert isinstance(sent(actions, Fail).error, DeadlineError)
     assert cancelled(actions) == {p.leg_id, d.leg_id}
     core.assert_empty()
+
+
+class WatchedId(str):
+    """A request's name that tells whether anything still holds it: weak references to plain text cannot be made."""
+
+
+def test_jobs_that_have_ended_are_held_no_longer_though_their_deadlines_lie_ahead(core):
+    prompt = Prompt(prompt_tokens=(1,), sampling=SamplingParams())
+    held: weakref.WeakSet[WatchedId] = weakref.WeakSet()
+    for number in range(1000):
+        name = WatchedId(f"r{number}")
+        held.add(name)
+        core(GenerationRequest(request_id=RequestId(name), prompt=prompt, timeout_s=600.0))
+        core(ClientGone(request_id=RequestId(name)))
+        del name
+    core.assert_empty()
+    assert len(held) < 100
 
 
 def test_stopping_the_last_sample_finishes_the_job(core):
