@@ -174,6 +174,7 @@ def test_workers_of_different_numbers_of_ranks_hand_off_to_each_other(
     finally:
         for process in cluster.started:
             process.kill()
+            process.wait(timeout=60)
     assert told == wanted
     pairs = f'baton_route_decisions_total{{kind="pair"}} {float(len(PLAIN))}'
     assert pairs in metrics, "the KV was handed off"

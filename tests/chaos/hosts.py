@@ -20,8 +20,7 @@ import psutil
 from baton.errors import BatonError
 from baton_cluster.cli.status import fetch
 from baton_cluster.launch.runtime_dir import ROUTER_SOCKET
-from tests.chaos.process import is_gone
-from tests.e2e.served import eventually
+from tests.e2e.served import eventually, is_gone
 
 RESTART_S = 0.5
 READY_S = 120.0

@@ -29,10 +29,10 @@ from bench.harness.report import Report
 from tests.baton_engine.tiny_models import make_model
 from tests.chaos.hostile_clients import HostileClients
 from tests.chaos.hosts import HostedCluster, hosted, why_not
-from tests.chaos.process import PROOF_TIMEOUT_S, is_gone, is_stopped
+from tests.chaos.process import PROOF_TIMEOUT_S, is_stopped
 from tests.chaos.traffic import End, Reply, Traffic, make_requests
 from tests.e2e.reference import Reference
-from tests.e2e.served import eventually
+from tests.e2e.served import eventually, is_gone
 
 ROLES = {
     "router": "router",

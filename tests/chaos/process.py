@@ -5,17 +5,9 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from tests.e2e.served import Served, eventually
+from tests.e2e.served import Served, eventually, is_gone
 
 PROOF_TIMEOUT_S = 10.0
-
-
-def is_gone(process: psutil.Process) -> bool:
-    """Whether the process has ended: it is not there any more, or only waits to be reaped."""
-    try:
-        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def is_stopped(process: psutil.Process) -> bool:

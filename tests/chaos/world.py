@@ -25,10 +25,11 @@ from baton.rpc.channel import open_channel
 from baton.rpc.v1 import control_pb2, control_pb2_grpc
 from router.ports import GenerationRequest, Timing
 from router.service import RouterParts, compose, running
-from tests.chaos.process import is_gone, is_stopped
+from tests.chaos.process import is_stopped
 from tests.chaos.proxy import FaultProxy, fault_proxy
 from tests.chaos.relay import SessionRelay, session_relay
 from tests.decode_worker.cluster import LIMITS, SECRET, oracle
+from tests.e2e.served import is_gone
 from tests.waits import soon
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -197,10 +197,18 @@ def _shared_files(pid: int) -> set[str]:
     return {path.removeprefix("/dev/shm/") for path in paths if path.startswith("/dev/shm/")}
 
 
+def is_gone(process: psutil.Process) -> bool:
+    """Whether the process has ended: it is not there any more, or only waits to be reaped."""
+    try:
+        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
+
+
 def assert_gone(processes: list[psutil.Process]) -> None:
-    """Every one of `processes` has ended."""
+    """Every one of `processes` has ended. Those whose parent has ended too may be reaped later than in ten seconds."""
     _, alive = psutil.wait_procs(processes, timeout=10)
-    assert [p.cmdline() for p in alive] == []
+    assert [_command(p) for p in alive if not is_gone(p)] == []
 
 
 def assert_at_rest(served: Served) -> None:
