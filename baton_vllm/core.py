@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSampling
@@ -139,7 +140,7 @@ class VllmCore:
                     priority=request.priority,
                 )
             )
-        except (ValueError, TypeError) as error:
+        except (VLLMClientError, ValueError, TypeError) as error:
             raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
         if request.grammar_of is not None:
             if self._grammars is None:

@@ -2,15 +2,25 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.config.schema import EngineConfig, ModelConfig
+from baton.errors import InvalidRequestError
 from baton.generation import FinishReason, Prompt, SamplingParams, SloTargets
 from baton.ids import Role, SeqId
-from baton_engine.messages import Abort, FlushCache, Generate, Released, StepEvents
+from baton_engine.messages import (
+    Abort,
+    Failed,
+    FlushCache,
+    Generate,
+    Released,
+    SeqEvent,
+    StepEvents,
+)
 from baton_vllm import build
 from baton_vllm.settings import missing
 from kv_transfer.memory.arena import WorkerMemory
@@ -42,64 +52,78 @@ class Told:
 
     def wait_for(self, *names: SeqId) -> None:
         """All have finished or been released."""
+        self.wait_until(lambda: {*names} <= {*self.over()})
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
         with self.came:
-            assert self.came.wait_for(lambda: {*names} <= {*self.over()}, timeout=60.0), self.over()
+            assert self.came.wait_for(holds, timeout=60.0), self.events
+
+    def all(self) -> list[SeqEvent]:
+        return [event for told in self.events for event in told.events]
 
     def over(self) -> list[SeqId]:
         """In order."""
         over: list[SeqId] = []
         for told in self.events:
-            over += [event.seq_id for event in told.events if isinstance(event, Released)]
+            over += [event.seq_id for event in told.events if isinstance(event, Released | Failed)]
             if (sampled := told.sampled) is not None:
                 finished = zip(sampled.seq_ids, sampled.finish_reasons, strict=True)
                 over += [name for name, finish in finished if finish is FinishReason.LENGTH]
         return over
 
 
+Built = tuple[build.BuiltVllm, Told]
+Build = Callable[..., Built]
+
+
 @pytest.fixture
-def engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[build.BuiltVllm, Told]]:
-    """It runs one request at a time; not started."""
+def build_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
+    """Builds engines that are not started; fields of its configuration, and vLLM's own settings."""
     for name, value in build._ENVIRONMENT.items():
         monkeypatch.setenv(name, os.environ.get(name, value))
     make_model("llama", tmp_path)
-    built = build.build_vllm_engine(
-        ModelConfig(model=str(tmp_path), dtype="float32", max_model_len=512),
-        EngineConfig(
-            kind="vllm",
-            max_num_seqs=1,
-            kv_cache_memory_bytes=32 << 20,
-            vllm={"enforce_eager": True},
-        ),
-        role=Role.HYBRID,
-        secret=bytes(32),
-        memory=WorkerMemory(),
-        sink=TransferSink(),
-        progress=lambda *_: None,
-    )
-    told = Told()
-    built.host.attach(told)
-    yield built, told
-    built.host.close()
+    hosts = []
+
+    def built(vllm: dict[str, object] | None = None, **fields: Any) -> Built:
+        fields = {"max_num_seqs": 1, "kv_cache_memory_bytes": 32 << 20} | fields
+        engine = build.build_vllm_engine(
+            ModelConfig(model=str(tmp_path), dtype="float32", max_model_len=512),
+            EngineConfig(kind="vllm", vllm={"enforce_eager": True} | (vllm or {}), **fields),
+            role=Role.HYBRID,
+            secret=bytes(32),
+            memory=WorkerMemory(),
+            sink=TransferSink(),
+            progress=lambda *_: None,
+        )
+        hosts.append(engine.host)
+        told = Told()
+        engine.host.attach(told)
+        return engine, told
+
+    yield built
+    for host in hosts:
+        host.close()
 
 
-def generate(seq_id: SeqId, length: int, *, max_tokens: int = 3, priority: int = 1) -> Generate:
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    return Generate(
-        seq_id=seq_id,
-        prompt=Prompt(
-            prompt_tokens=tuple(prompt_tokens(length)),
-            sampling=sampling,
-            slo=SloTargets(priority=priority),
+def asked(length: int, *, max_tokens: int = 3, priority: int = 1, **sampling: Any) -> Prompt:
+    return Prompt(
+        prompt_tokens=tuple(prompt_tokens(length)),
+        sampling=SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **sampling
         ),
+        slo=SloTargets(priority=priority),
     )
+
+
+def generate(seq_id: SeqId, length: int, **fields: Any) -> Generate:
+    return Generate(seq_id=seq_id, prompt=asked(length, **fields))
 
 
 def test_who_is_more_urgent_goes_first_who_is_ended_goes_at_once_and_all_pages_are_free_again(
-    engine: tuple[build.BuiltVllm, Told],
+    build_engine: Build,
 ) -> None:
-    built, told = engine
+    """The engine runs one request at a time."""
+    built, told = build_engine()
     for command in (
         generate(ORDINARY, 40),
         generate(ENDED, 70, max_tokens=300),
@@ -111,11 +135,23 @@ def test_who_is_more_urgent_goes_first_who_is_ended_goes_at_once_and_all_pages_a
     told.wait_for(ORDINARY, URGENT, ENDED)
     assert told.over() == [ENDED, URGENT, ORDINARY]
     built.host.submit(generate(FIRST, 90, max_tokens=400))
-    with told.came:
-        assert told.came.wait_for(lambda: told.events[-1].load.running == 1, timeout=60.0)
+    told.wait_until(lambda: told.events[-1].load.running == 1)
     built.host.submit(Abort(seq_id=FIRST))
     built.host.submit(FlushCache())
     told.wait_for(FIRST)
     load = told.events[-1].load
     assert (load.running, load.waiting, load.blocks_used) == (0, 0, 0)
     assert load.blocks_free == built.limits.num_blocks
+
+
+def test_what_vllm_refuses_ends_its_own_request_alone(build_engine: Build) -> None:
+    built, told = build_engine({"max_logprobs": 5})
+    built.host.submit(generate(FIRST, 40, logprobs=6))
+    built.host.submit(generate(ORDINARY, 40, logprobs=5))
+    built.host.start()
+    told.wait_for(FIRST, ORDINARY)
+    (failed,) = [event for event in told.all() if isinstance(event, Failed)]
+    assert failed.seq_id == FIRST
+    assert isinstance(failed.error, InvalidRequestError)
+    assert "logprobs" in failed.error.message
+    assert built.host.failure() is None
