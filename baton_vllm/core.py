@@ -67,6 +67,17 @@ class ToldScheduler(Scheduler):
             )
         return output
 
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        """As vLLM's, which does not heed that the connector has a request wait
+        where it reads no prefix cache.
+        """
+        if not super()._handle_blocked_waiting_request(request):
+            return False
+        if self.connector is None or not request.skip_reading_prefix_cache:
+            return True
+        tokens, _ = self.connector.get_num_new_matched_tokens(request, 0)
+        return tokens is not None
+
     def _is_idle(self, output: Any) -> bool:
         """Where a request has been preempted the next step may begin another one;
         grammars become ready by themselves.

@@ -17,6 +17,9 @@ from baton_engine.messages import (
     Failed,
     FlushCache,
     Generate,
+    Prefill,
+    PrefillStarted,
+    Release,
     Released,
     SeqEvent,
     StepEvents,
@@ -60,6 +63,10 @@ class Told:
 
     def all(self) -> list[SeqEvent]:
         return [event for told in self.events for event in told.events]
+
+    def begun(self) -> list[SeqId]:
+        """In order."""
+        return [event.seq_id for event in self.all() if isinstance(event, PrefillStarted)]
 
     def over(self) -> list[SeqId]:
         """In order."""
@@ -155,3 +162,28 @@ def test_what_vllm_refuses_ends_its_own_request_alone(build_engine: Build) -> No
     assert isinstance(failed.error, InvalidRequestError)
     assert "logprobs" in failed.error.message
     assert built.host.failure() is None
+
+
+@pytest.mark.parametrize("scores", [None, 0], ids=["plain", "prompt_logprobs"])
+def test_a_prompt_for_another_worker_is_begun_only_where_all_of_its_blocks_are_left_for_it(
+    build_engine: Build, scores: int | None
+) -> None:
+    """A step has room for chunks of both; the pages suffice for one and a half."""
+    built, told = build_engine(
+        {"long_prefill_token_threshold": 32},
+        block_size=32,
+        kv_cache_memory_bytes=1 << 20,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+    )
+    num_tokens = 32 * (2 * built.limits.num_blocks // 3)
+    for name in (FIRST, ORDINARY):
+        prompt = asked(num_tokens - len(name), max_tokens=1, prompt_logprobs=scores)
+        built.host.submit(Prefill(seq_id=name, prompt=prompt))
+    built.host.start()
+    told.wait_for(FIRST)
+    assert told.begun() == [FIRST]
+    built.host.submit(Release(seq_id=FIRST))
+    told.wait_for(ORDINARY)
+    assert told.begun() == [FIRST, ORDINARY]
+    built.host.submit(Release(seq_id=ORDINARY))
