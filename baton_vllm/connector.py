@@ -200,6 +200,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         num_computed_tokens: int,
     ) -> tuple[int | None, bool]:
         """How much of a prompt comes from elsewhere, while the request waits."""
+        if self._hand_offs.holds_back(request.request_id):
+            return None, False
         seq_id = SeqId(request.request_id)
         if not (self._pool_pages.has_pool or seq_id in self._hand_offs):
             return 0, False

@@ -188,6 +188,13 @@ class VllmHandOffs:
         """Free blocks that those are going to need which have some."""
         return sum(self._promised(sequence) for sequence in self._sequences.values())
 
+    def holds_back(self, request_id: str) -> bool:
+        """Whether a request has to wait, being a further sample of a prompt that is received: vLLM hears behind its next
+        step that the KV is here, and finds no prefix before.
+        """
+        owner, slash, _ = request_id.rpartition("/")
+        return bool(slash) and SeqId(owner) in self._sequences
+
     def matched_tokens(self, seq_id: SeqId, num_cached: int, num_free: int) -> int | None:
         """How many of a request's tokens come from elsewhere, behind the `num_cached` that this worker's prefix cache
         has; None for as long as the `num_free` blocks, those included that it shares with requests that run,

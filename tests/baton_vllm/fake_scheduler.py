@@ -214,6 +214,8 @@ class FakeVllm:
 
     def _elsewhere(self, request: FakeRequest, num_cached: int, num_free: int) -> int | None:
         """As the connector has it."""
+        if self.hand_offs.holds_back(request.request_id):
+            return None
         pool, promised = self.pool_pages, self.hand_offs.promised_blocks
         unpromised = num_free - pool.promised_blocks
         tokens = self.hand_offs.matched_tokens(request.request_id, num_cached, unpromised)

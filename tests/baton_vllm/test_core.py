@@ -2,7 +2,9 @@
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,12 @@ from baton_engine.messages import (
     Generate,
     Prefill,
     PrefillStarted,
+    Receive,
     Release,
     Released,
+    Reserved,
     SeqEvent,
+    Start,
     StepEvents,
 )
 from baton_vllm import build
@@ -187,3 +192,31 @@ def test_a_prompt_for_another_worker_is_begun_only_where_all_of_its_blocks_are_l
     told.wait_for(ORDINARY)
     assert told.begun() == [FIRST, ORDINARY]
     built.host.submit(Release(seq_id=ORDINARY))
+
+
+def test_further_samples_find_the_received_prompt_and_do_not_compute_it_again(
+    build_engine: Build,
+) -> None:
+    built, told = build_engine(block_size=32, max_num_seqs=3)
+    computed: Counter[str] = Counter()
+    scheduler = built.host._core._core.scheduler  # type: ignore[attr-defined]
+    schedule = scheduler.schedule
+
+    def counting(*args: Any) -> Any:
+        output = schedule(*args)
+        computed.update(output.num_scheduled_tokens)
+        return output
+
+    scheduler.schedule = counting
+    prompt = replace(asked(170, max_tokens=6), samples=(0, 1, 2))
+    built.host.submit(Receive(seq_id=FIRST, prompt=prompt))
+    built.host.start()
+    told.wait_until(lambda: any(isinstance(event, Reserved) for event in told.all()))
+    built.host.submit(Start(seq_id=FIRST, first_tokens=()))
+    told.wait_until(lambda: told.over().count(FIRST) == 3)
+    behind_full_blocks = 170 % 32
+    assert computed == {
+        FIRST: 1 + 5,
+        f"{FIRST}/1": behind_full_blocks + 5,
+        f"{FIRST}/2": behind_full_blocks + 5,
+    }

@@ -34,7 +34,7 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.host import VllmEngineHost
 from tests.baton_vllm.fake_core import SchedulerCore
-from tests.baton_vllm.fake_scheduler import FakeVllm
+from tests.baton_vllm.fake_scheduler import FakeRequest, FakeVllm
 
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 16
@@ -243,6 +243,26 @@ def test_several_samples_go_on_from_one_received_prompt_and_are_told_together(wo
     assert set(world.core.asked) == {SEQ, f"{SEQ}/1", f"{SEQ}/2"}
     assert (world.drawn[SEQ], world.finished[SEQ]) == (9, 3)
     assert len(world.vllm.free) == NUM_BLOCKS
+
+
+def test_further_samples_find_the_received_prompt_and_do_not_compute_it_again(world):
+    computed: Counter[str] = Counter()
+
+    def count(scheduled: list[tuple[FakeRequest, int]]) -> None:
+        computed.update({request.request_id: num_tokens for request, num_tokens in scheduled})
+
+    world.core.compute = count
+    world.ask(Receive, 10, samples=3)
+    world.run()
+    world.start(SEQ)
+    world.run()
+
+    behind_full_blocks = 10 % BLOCK_TOKENS
+    assert computed == {
+        SEQ: 1 + 2,
+        f"{SEQ}/1": behind_full_blocks + 2,
+        f"{SEQ}/2": behind_full_blocks + 2,
+    }
 
 
 def test_a_first_token_that_is_the_last_leaves_nothing_to_generate(world):
