@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vllm.distributed.kv_events import KVEventBatch
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
@@ -206,10 +207,13 @@ class VllmCore:
         return told
 
     def flush(self) -> None:
-        """See CorePort."""
-        pool = self._core.scheduler.kv_cache_manager.block_pool
+        """See CorePort. vLLM by itself publishes events behind a step."""
+        scheduler = self._core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
         idle = {block.block_id for block in pool.blocks if not block.ref_cnt}
         pool.evict_blocks(idle)
+        events = scheduler.kv_cache_manager.take_events()
+        scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
     def load(self) -> CoreLoad:
         """See CorePort."""

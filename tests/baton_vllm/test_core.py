@@ -13,7 +13,7 @@ import pytest
 from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import InvalidRequestError
 from baton.generation import FinishReason, Prompt, SamplingParams, SloTargets
-from baton.ids import Role, SeqId
+from baton.ids import BlockKey, Role, SeqId
 from baton_engine.messages import (
     Abort,
     Failed,
@@ -220,3 +220,20 @@ def test_further_samples_find_the_received_prompt_and_do_not_compute_it_again(
         f"{FIRST}/1": behind_full_blocks + 5,
         f"{FIRST}/2": behind_full_blocks + 5,
     }
+
+
+def test_a_flush_is_told_though_the_engine_has_nothing_to_do(build_engine: Build) -> None:
+    built, told = build_engine()
+
+    def held() -> set[BlockKey]:
+        held: set[BlockKey] = set()
+        for changes in (event.blocks for event in told.events if event.blocks is not None):
+            held = held.difference(changes.removed).union(changes.stored)
+        return held
+
+    built.host.submit(generate(FIRST, 200))
+    built.host.start()
+    told.wait_for(FIRST)
+    assert held()
+    built.host.submit(FlushCache())
+    told.wait_until(lambda: not held())
