@@ -41,6 +41,8 @@ DECIDED = {
     "distributed_executor_backend": "the engine computes in the worker's process, or in one process of it per rank",
     "ec_transfer_config": "there is no second way to hand anything off",
     "kv_events_config": "block events are taken in the process",
+    "kv_offloading_backend": "the pool keeps KV beside the cache",
+    "kv_offloading_size": "the pool keeps KV beside the cache",
     "kv_transfer_config": "the connector is Baton's",
     "max_num_queued_reqs": "the router admits requests",
     "max_num_queued_tokens": "the router admits requests",

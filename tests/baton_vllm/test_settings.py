@@ -33,6 +33,8 @@ def test_a_setting_of_vllms_is_taken_by_its_own_name():
         ("_api_process_count", "no such setting"),
         ("model", "is given by model.model"),
         ("kv_transfer_config", "is decided by Baton"),
+        ("kv_offloading_size", "is decided by Baton: the pool"),
+        ("kv_offloading_backend", "is decided by Baton: the pool"),
         ("disable_hybrid_kv_cache_manager", "is decided by Baton: windows are kept"),
         ("pipeline_parallel_size", "not supported with Baton yet"),
     ],
