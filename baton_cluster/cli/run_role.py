@@ -187,8 +187,8 @@ def _check_addresses(config: BatonConfig, alone: Alone) -> None:
             param="--advertise",
         )
     ports = parse_ports(config.transfer.ports) or range(0)
-    for flag, address in given:
-        if flag != "--advertise" and port_of(address) in ports:
+    for flag, address in (("--listen", alone.listen), ("--metrics", alone.metrics)):
+        if port_of(address) in ports:
             raise ConfigError(
                 f"{flag} {address} lies within transfer.ports ({config.transfer.ports})", param=flag
             )
