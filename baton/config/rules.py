@@ -1,11 +1,10 @@
 """What a setting's value must satisfy beyond its type. A table; `load` names the place of a value that breaks it."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from baton.config.lora import are_lora_modules, read_lora_modules
 from baton.config.ports import MIN_PORTS, is_wildcard, parse_ports, port_of
@@ -278,7 +277,8 @@ RULES: tuple[Rule, ...] = (
                 for pair in v.items()
                 for word in pair
             )
-            and len(msgspec.json.encode(v)) <= MOST_LABELS_BYTES
+            and len(json.dumps(v, ensure_ascii=False, separators=(",", ":")).encode())
+            <= MOST_LABELS_BYTES
         ),
         demand=f"must hold at most {MOST_LABELS} labels, whose names and values have at most {MOST_LABEL_CHARS} printable characters, and {MOST_LABELS_BYTES} bytes of JSON in all",
     ),
