@@ -101,9 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Bytes of the command line or the environment that are no UTF-8; or a terminal of another encoding.
         text = error.object[error.start : error.end]
         return _fail(ConfigError(f"{text!a} is no text in {error.encoding}"), 2)
-    except (
-        OSError
-    ) as error:  # of the machine: no room on a disk, no right to a file, no descriptors left
+    except OSError as error:
+        # Of the machine: no room on a disk, no right to a file, no descriptors left.
         path = f"{error.filename}: " if error.filename else ""
         status = _fail(UnavailableError(f"{path}{(error.strerror or str(error)).lower()}"), 1)
         _drop_what_cannot_be_written()
