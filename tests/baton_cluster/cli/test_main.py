@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -96,8 +96,15 @@ def test_the_version_is_told(capsys):
     assert re.fullmatch(r"baton \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-def serve_fakes(home, *argv: str, under: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """`baton serve` with children that only pretend; prints to one stream."""
+HEARS_HANG_UPS = ("env", "--default-signal=HUP")
+"""Also where the tests were started by nohup."""
+
+
+@contextlib.contextmanager
+def serve_fakes(
+    home, *argv: str, under: Sequence[str] = HEARS_HANG_UPS
+) -> Iterator[subprocess.Popen[str]]:
+    """`baton serve` with children that only pretend; prints to one stream. It has ended behind this."""
     code = (
         "import sys, functools, baton_cluster.cli.serve as serve, baton_cluster.cli.main as cli;"
         "serve.LocalCluster = functools.partial("
@@ -106,7 +113,13 @@ def serve_fakes(home, *argv: str, under: Sequence[str] = ()) -> subprocess.Popen
     )
     command = [*under, sys.executable, "-c", code, "serve", *argv, "--port", "0"]
     command += ["--runtime-dir", str(home / "run")]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def until_ready(process: subprocess.Popen[str]) -> list[str]:
