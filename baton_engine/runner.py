@@ -177,12 +177,15 @@ def _named(plan: StepPlan) -> Iterator[None]:
     """
     try:
         yield
-    except torch.AcceleratorError as error:
-        if getattr(error, "error_code", None) in _OF_ONE_CALL:
-            raise EngineError(f"step {plan.step} failed: {error}") from error
-        raise DeviceLostError(f"the GPU failed in step {plan.step}: {error}") from error
     except (RuntimeError, IndexError, ValueError) as error:
+        if _is_its_loss(error):
+            raise DeviceLostError(f"the GPU failed in step {plan.step}: {error}") from error
         raise EngineError(f"step {plan.step} failed: {error}") from error
+
+
+def _is_its_loss(error: Exception) -> bool:
+    is_of_gpu = isinstance(error, torch.AcceleratorError)
+    return is_of_gpu and getattr(error, "error_code", None) not in _OF_ONE_CALL
 
 
 def _waits_for_tokens(plan: StepPlan) -> bool:

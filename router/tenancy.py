@@ -6,7 +6,7 @@ what the router process runs with; it looks after reloads and leases in the back
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
+from baton.background import in_background
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import BatonConfig, TenantsConfig
 from baton.errors import UnavailableError
@@ -108,23 +109,6 @@ async def open_tenancy(
         )
 
 
-@asynccontextmanager
-async def _running(work: Coroutine[None, None, None], name: str) -> AsyncIterator[None]:
-    """Does `work` in the background while inside."""
-    task = asyncio.create_task(work, name=name)
-    task.add_done_callback(_report)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.error("background work died", cause=task.exception(), work=task.get_name())
-
-
 async def _redis(config: TenantsConfig, stack: AsyncExitStack) -> "Redis | None":
     if not config.redis_url:
         return None
@@ -155,7 +139,9 @@ async def _limiter(
         metrics=LimitMetrics(registry),
     )
     await limiter.renew()
-    await stack.enter_async_context(_running(limiter.run(), "limits"))
+    await stack.enter_async_context(
+        in_background(limiter.run(), "limits", "limits are not renewed any more")
+    )
     return limiter
 
 
@@ -182,7 +168,9 @@ async def _reloader(
     except UnavailableError as error:
         # Until Redis answers, only requests with plain keys are let in.
         _log.error("no tenants yet: they are in Redis", why=error.message)
-    await stack.enter_async_context(_running(reloader.run(), "tenants"))
+    await stack.enter_async_context(
+        in_background(reloader.run(), "tenants", "tenants are not read again any more")
+    )
     return reloader
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from baton.background import in_background
 from baton.config.schema import BatonConfig
 from baton.discovery.registry import Registration, Registry
 from baton.errors import UnavailableError
@@ -75,17 +76,10 @@ async def registered(
     secret = bytes.fromhex(cluster.secret)
     registry = Registry(redis, prefix=cluster.redis_prefix, secret=secret, lease_s=LEASE_S)
     registrar = Registrar(registry, registration)
-    renewing = asyncio.create_task(registrar.run(), name="registration")
-    renewing.add_done_callback(_report_death)
+    death = "the registration is not renewed any more"
     try:
-        yield
+        async with in_background(registrar.run(), "registration", death):
+            yield
     finally:
-        renewing.cancel()
-        await asyncio.gather(renewing, return_exceptions=True)
         await registrar.withdraw()
         await redis.aclose()
-
-
-def _report_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.error("the registration is not renewed any more", cause=task.exception())

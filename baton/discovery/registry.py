@@ -17,7 +17,7 @@ from msgspec import Meta
 from baton.errors import UnavailableError
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
 from baton.redis_link import asked
-from baton.seal import Seal, SealError
+from baton.seal import HEAD_BYTES, Seal, SealError
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -155,10 +155,10 @@ class Registry:
 
     def _opened(self, name: bytes, sealed: bytes) -> Registration:
         """Raises `ValueError` for what no process of the cluster wrote of late."""
-        if len(name) > MAX_NAME_BYTES or len(sealed) > MAX_SEALED_BYTES:
-            raise SealError("too long")
+        if len(name) > MAX_NAME_BYTES:
+            raise SealError("its name is too long")
         sealed_name = self._sealed_name(name.decode())
-        opened = self._seal.open(sealed_name, sealed, MAX_SEALED_BYTES)
+        opened = self._seal.open(sealed_name, sealed, MAX_SEALED_BYTES - HEAD_BYTES)
         said = msgspec.json.decode(opened.content, type=_Sealed)
         self._seal.check_age(opened, said.lease_s)
         return Registration(

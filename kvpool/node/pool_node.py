@@ -39,7 +39,11 @@ from kvpool.ports import Directory, Peers
 
 _NOTHING = BlockLease(lease_id="")
 _EMPTY = PutRefused(reason=PutRefusalReason.SICK, detail="no worker has attached yet")
-_UNTOLD = "flushed on this node, but the pool's directory is away: other nodes have not been told"
+_UNTOLD = "the pool's directory is away: other nodes have not been told of the flush"
+_UNREMEMBERED = (
+    "no worker has attached since the node started: what its disk holds is flushed when one does,"
+    " but not if the node starts again before that"
+)
 
 JoinPeers = Callable[[NodeStorage], Peers | None]
 """Joins the other nodes of the pool; None where no transfer backend to them works."""
@@ -221,34 +225,37 @@ class PoolNode:
 
         Raises:
             UnavailableError: The disk has not recorded it, so that a restart may bring blocks back; or other nodes have
-                not been told.
+                not been told. Says which of it, or both; the blocks are given up here all the same.
         """
         if self._store is None or self._member is None:
-            await self._flush_unopened(selection)
-            return 0
-        told = await self._member.flush(selection)
+            return await self._flush_unopened(selection)
+        faults = [] if await self._member.flush(selection) else [_UNTOLD]
+        num_held = 0
         try:
             num_held = await self._store.flush(selection)
         except OSError as error:
-            raise UnavailableError(
+            faults.append(
                 f"the blocks are flushed until the node starts again: its disk fails ({error})"
-            ) from error
-        if not told:
-            raise UnavailableError(_UNTOLD)
+            )
+        if faults:
+            raise UnavailableError("; ".join(faults))
         return num_held
 
-    async def _flush_unopened(self, selection: Selection) -> None:
-        """A disk without a worker is not open: what it holds goes when it is."""
+    async def _flush_unopened(self, selection: Selection) -> int:
+        """A disk without a worker is not open: what it holds goes when it is, or with the first renewal of a later
+        start, if the directory remembers.
+        """
         self._flushed_before.append(selection)
+        faults, remembers = [], self._config.directory != "memory"
         try:
             await self._directory.flush(selection)
-        except PoolUnavailableError as error:
-            raise UnavailableError(_UNTOLD) from error
-        if self._storage_config.open_disk is not None and self._config.directory == "memory":
-            raise UnavailableError(
-                "no worker has attached since the node started: what its disk holds is flushed when"
-                " one does, but not if the node starts again before that"
-            )
+        except PoolUnavailableError:
+            faults, remembers = [_UNTOLD], False
+        if self._storage_config.open_disk is not None and not remembers:
+            faults.append(_UNREMEMBERED)
+        if faults:
+            raise UnavailableError("; ".join(faults))
+        return 0
 
     def sweep(self) -> None:
         """Ends what is over; several times per second."""

@@ -8,7 +8,6 @@ waits, waits here, where it is ordered, bounded, and leaves at once with its cli
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from heapq import heapify, heappop, heappush
 from math import exp
 from typing import Protocol
 
@@ -17,6 +16,7 @@ from baton.ids import RequestId
 from baton.story import StoryEntry, StoryLog
 from router.admission.queue import AdmissionQueue
 from router.admission.shares import AdmittedTotals, Totals
+from router.deadlines import Deadlines
 from router.ports import GenerationRequest
 from router.slo import Slo
 from router.tenants.tenant import Tenant, TenantId
@@ -37,11 +37,6 @@ _RATE_MIN_S = 0.5
 _RETURN_SPREAD = 1.5
 """Returns come this much further apart than requests are taken: others of the tenant, told nothing yet,
 come between them.
-"""
-
-_STALE_DEADLINES = 64
-"""Deadlines of requests that have left the queue, beyond as many as wait. To take each one out as its request leaves
-would cost more than to take out many at once.
 """
 
 _MAX_RETURN_DELAY_S = 60.0
@@ -116,10 +111,7 @@ class AdmissionController:
         self._returns = ReturnSchedule()
         self._admitted = AdmittedTotals()
         self._story = StoryLog("admission")
-        self._deadlines: list[tuple[float, RequestId]] = []
-        """Of the queued requests, and of some that have left the queue: of no more than `_STALE_DEADLINES` and as many
-        as wait.
-        """
+        self._deadlines = Deadlines(self._queue.find, lambda: len(self._queue))
 
     @property
     def waiting(self) -> int:
@@ -142,7 +134,7 @@ class AdmissionController:
                 story = self.story(request.request_id)
                 raise InvariantError(f"{request.request_id} is queued already", story=story)
             self._queue.push(request)
-            heappush(self._deadlines, (request.deadline_s, request.request_id))
+            self._deadlines.add(request.deadline_s, request.request_id)
         outcome = "queued" if refusal is None else refusal
         what = f"offered: prompt_tokens={request.num_prompt_tokens}, expected_tokens={request.expected_tokens}"
         self._story.record(request.request_id, now_s, what, (outcome,))
@@ -173,7 +165,7 @@ class AdmissionController:
             self._rate.observe(0, waiting=True, now_s=now_s)
             return None
         self._queue.pop()
-        self._forget_deadlines()
+        self._deadlines.forget_ended()
         self._admitted.add(head)
         self._rate.observe(head.cost, waiting=bool(self._queue), now_s=now_s)
         self._story.record(head.request_id, now_s, "admitted")
@@ -184,24 +176,18 @@ class AdmissionController:
         Looks at the earliest deadlines only.
         """
         late: list[GenerationRequest] = []
-        while self._deadlines:
-            _, request_id = self._deadlines[0]
-            request = self._queue.find(request_id)
-            if request is not None and not self._too_late(request, now_s):
-                break
-            heappop(self._deadlines)
-            if request is not None:
-                self._queue.remove(request_id)
-                self._story.record(request_id, now_s, "expired")
-                late.append(request)
-        self._forget_deadlines()
+        while (first := self._deadlines.earliest()) is not None and self._too_late(first, now_s):
+            self._queue.remove(first.request_id)
+            self._story.record(first.request_id, now_s, "expired")
+            late.append(first)
+        self._deadlines.forget_ended()
         return late
 
     def leave(self, request_id: RequestId) -> bool:
         """The client of a request went away; whether the request was still queued."""
         if self._queue.remove(request_id) is None:
             return False
-        self._forget_deadlines()
+        self._deadlines.forget_ended()
         return True
 
     def wait_s(self, tenant: Tenant, slo: Slo) -> float:
@@ -224,10 +210,7 @@ class AdmissionController:
         self._queue.check_integrity()
         if len(self._queue) > self._limits.requests:
             raise InvariantError(f"{len(self._queue)} wait, {self._limits.requests} may")
-        if self._stale_deadlines() > len(self._queue) + _STALE_DEADLINES:
-            raise InvariantError(
-                f"{len(self._deadlines)} deadlines for {len(self._queue)} that wait"
-            )
+        self._deadlines.check_integrity()
 
     def _refusal(self, request: GenerationRequest, now_s: float) -> Refusal | None:
         tenant, slo, cost = request.tenant, request.slo, request.cost
@@ -278,15 +261,6 @@ class AdmissionController:
         wait_s = max(0.0, self.wait_s(tenant, slo) - max(sooner_s / 2, sooner_s - _SLACK_S))
         after_s = self._returns.book(tenant.tenant_id, wait_s, turn_s, now_s)
         return Refusal(reason=reason, retry_after_s=after_s)
-
-    def _stale_deadlines(self) -> int:
-        return len(self._deadlines) - len(self._queue)
-
-    def _forget_deadlines(self) -> None:
-        """Takes out those of requests that have left the queue, once they are most of what is kept."""
-        if self._stale_deadlines() > len(self._queue) + _STALE_DEADLINES:
-            self._deadlines = [(one.deadline_s, one.request_id) for one in self._queue]
-            heapify(self._deadlines)
 
     def _too_late(self, request: GenerationRequest, now_s: float) -> bool:
         return request.deadline_s <= now_s + self._capacity.first_token_s(request, now_s)

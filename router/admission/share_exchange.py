@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
+from baton.background import in_background
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import BatonConfig
 from baton.errors import UnavailableError
@@ -200,25 +201,16 @@ async def sharing(
         secret=bytes.fromhex(config.cluster.secret),
         refused=refused,
     )
-    task = asyncio.create_task(exchange.run(), name="shares")
-    task.add_done_callback(_report_death)
+    death = "the exchange of shares died: this router is fair by itself"
     try:
-        yield
+        async with in_background(exchange.run(), "shares", death):
+            yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         try:
             await exchange.leave()
         except UnavailableError as error:
             _log.info("this router's message stays until its lease is over", why=error.message)
         await redis.aclose()
-
-
-def _report_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.error(
-            "the exchange of shares died: this router is fair by itself", cause=task.exception()
-        )
 
 
 def _tellable(totals: Totals) -> dict[str, float]:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import Generic, Protocol, TypeVar
 
+from baton.background import report_death
 from baton.clock import Clock
 from baton.telemetry.logs import get_logger
 from router.discovery.ports import Sighting
@@ -128,10 +129,5 @@ class AskedAddresses(Generic[_Asking]):
 
     def _begin(self, address: str) -> None:
         task = asyncio.create_task(self._asking[address].run(), name=f"{self._what} at {address}")
-        task.add_done_callback(_report_death)
+        report_death(task, "a link died")
         self._tasks[address] = task
-
-
-def _report_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.error("a link died", cause=task.exception(), link=task.get_name())

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from baton.background import in_background
 from baton.config.schema import BatonConfig
 from baton.discovery.registrar import LEASE_S
 from baton.discovery.registry import Registry
@@ -109,17 +110,9 @@ async def discovering(
             cluster.worker_names, cluster.pool_node_names, servers=cluster.dns_servers
         )
     watch = DiscoveryWatch(discovery, workers=workers, pool_nodes=pool_nodes, registry=registry)
-    looking = asyncio.create_task(watch.run(), name="discovery")
-    looking.add_done_callback(_report_death)
     try:
-        yield watch
+        async with in_background(watch.run(), "discovery", "discovery died"):
+            yield watch
     finally:
-        looking.cancel()
-        await asyncio.gather(looking, return_exceptions=True)
         if redis is not None:
             await redis.aclose()
-
-
-def _report_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.error("discovery died", cause=task.exception())

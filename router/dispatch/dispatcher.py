@@ -8,7 +8,6 @@ whatever happens to a worker ends in what happens to its legs.
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
 from baton.errors import (
     BatonError,
@@ -30,6 +29,7 @@ from baton.errors import (
 from baton.generation import FinishReason, TokenSample, plain_token
 from baton.ids import LegId, LegKind, RequestId, WorkerId, WorkerIdentity
 from baton.story import StoryEntry, StoryLog
+from router.deadlines import Deadlines
 from router.dispatch.actions import (
     Action,
     AskForSnapshot,
@@ -73,11 +73,6 @@ _STALL_S = 1.0
 
 _HEARD_S = 1.5
 """A worker that said something in this time is there: one that is well reports twice per second."""
-
-_STALE_DEADLINES = 64
-"""Deadlines of requests that have ended, beyond as many as are in flight. To take each one out as its request ends
-would cost more than to take out many at once.
-"""
 
 _HANDOFF_OPEN = (AttemptState.PREFILLING, AttemptState.HANDING_OFF)
 """States in which another P may still take over."""
@@ -153,7 +148,7 @@ class Dispatcher:
         self._retry = RetryController(
             view=view, placement=placement, legs=self._legs, policy=policy, story=self._story
         )
-        self._deadlines: list[tuple[float, RequestId]] = []
+        self._deadlines = Deadlines(self._retry.request, lambda: self.in_flight)
         self._ticked_s = float("-inf")
 
     @property
@@ -270,16 +265,9 @@ class Dispatcher:
 
     def _submit(self, asked: GenerationRequest, now_s: float) -> list[Action]:
         actions = self._retry.begin(asked, now_s)
-        heappush(self._deadlines, (asked.deadline_s, asked.request_id))
-        if len(self._deadlines) > 2 * self.in_flight + _STALE_DEADLINES:
-            self._deadlines = [each for each in self._deadlines if self._has_deadline(*each)]
-            heapify(self._deadlines)
+        self._deadlines.add(asked.deadline_s, asked.request_id)
+        self._deadlines.forget_ended()
         return actions
-
-    def _has_deadline(self, deadline_s: float, request_id: RequestId) -> bool:
-        """Whether that is the deadline of a request in flight."""
-        request = self._retry.request(request_id)
-        return request is not None and request.deadline_s == deadline_s
 
     def _stop_sample(self, event: StopSample, now_s: float) -> list[Action]:
         request = self._retry.request(event.request_id)
@@ -293,11 +281,9 @@ class Dispatcher:
 
     def _time_passed(self, now_s: float) -> list[Action]:
         actions = self._look_for_silent_workers(now_s)
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            deadline_s, request_id = heappop(self._deadlines)
-            if self._has_deadline(deadline_s, request_id):
-                error = DeadlineError("the request's deadline passed")
-                actions += self._retry.fail(request_id, error, now_s)
+        while (first := self._deadlines.earliest()) is not None and first.deadline_s <= now_s:
+            error = DeadlineError("the request's deadline passed")
+            actions += self._retry.fail(first.request_id, error, now_s)
         actions += self._retry.end_unreported(now_s)
         actions += self._probe_links(now_s)
         return actions + self._retry.place_waiting(now_s)

@@ -14,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from baton.background import in_background
 from baton.clock import Clock
 from baton.config.schema import BatonConfig, RolesConfig
 from baton.errors import BatonError
@@ -276,18 +277,9 @@ async def planning(
         attainment=attainment,
         counts=counts,
     )
-    task = asyncio.create_task(planner.run(), name="planner")
-    task.add_done_callback(_report_death)
-    try:
+    death = "the planner died: roles stay what they are"
+    async with in_background(planner.run(), "planner", death):
         yield planner
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def _report_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.error("the planner died: roles stay what they are", cause=task.exception())
 
 
 class _PressureMetrics(Collector):

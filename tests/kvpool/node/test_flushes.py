@@ -253,8 +253,9 @@ async def test_a_flush_of_which_other_nodes_do_not_hear_says_so(
     host = Host(tmp_path, HeldUpDisk, directory, redis_url=REDIS, attached=attached)
     if attached:
         host.put(1)
-    with pytest.raises(UnavailableError, match="other nodes have not been told"):
+    with pytest.raises(UnavailableError, match="other nodes have not been told") as told:
         await soon(host.node.flush(ALL_OF_ANNA))
+    assert ("if the node starts again" in told.value.message) is not attached
     if attached:
         assert host.node.usage().slots_free == NUM_SLOTS
         await host.node.close()
