@@ -41,6 +41,7 @@ WITHOUT: dict[str, str] = {
     "router/admission/controller.py": COUNTS,
     "router/admission/queue.py": COUNTS
     + "; the controller has looked, with the story, before it queues a request twice",
+    "router/deadlines.py": COUNTS,
     "router/dispatch/attempt.py": WRAPPED,
     "router/dispatch/request.py": WRAPPED,
     "router/dispatch/retry.py": COUNTS,
