@@ -26,14 +26,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from baton import native
-from baton.config import env
-from baton.config.load import load
 from baton.config.setting import Setting
 from baton.config.sizes import format_size
 from baton.cpu_features import cpu_flags
 from baton.errors import ConfigError, UnavailableError
 from baton_cluster.cli import status
-from baton_cluster.cli.router_control import configured_dir
+from baton_cluster.cli.router_control import configured_dir, of_environment
 from baton_cluster.launch import listener
 from baton_cluster.launch.machine import huge_pages, memory_limit_bytes, usable_cores
 from baton_cluster.launch.runtime_dir import (
@@ -93,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         flags.append(
             Setting(path="router.port", value=arguments.port, source="--port", is_text=True)
         )
-    router = load(environment=env.settings(), flags=flags).router
+    router = of_environment("router.host", "router.port", flags=flags).router
     findings = [check() for check in all_checks(router.host, router.port)]
     stopped = any(finding.verdict is Verdict.FAIL for finding in findings)
     if arguments.json:

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -10,6 +10,8 @@ import grpc
 
 from baton.config import env
 from baton.config.load import load
+from baton.config.schema import BatonConfig
+from baton.config.setting import Setting
 from baton.errors import ConfigError, InvalidRequestError, UnavailableError
 from baton.rpc.channel import open_channel
 from baton.rpc.credentials import ClusterCredentials
@@ -73,7 +75,9 @@ def operator_credentials() -> ClusterCredentials | None:
     """What an operator proves itself with to processes that are reached over TCP:
     by BATON_CLUSTER_SECRET or BATON_CLUSTER_TLS_*.
     """
-    cluster = load(environment=env.settings()).cluster
+    cluster = of_environment(
+        "cluster.secret", "cluster.tls_certificate", "cluster.tls_key", "cluster.tls_authority"
+    ).cluster
     if not cluster.secret:
         return None
     return ClusterCredentials.from_config(cluster, PeerRole.OPERATOR, f"uid-{os.getuid()}")
@@ -140,7 +144,13 @@ def cluster_dir(arguments: argparse.Namespace) -> Path:
 
 def configured_dir() -> Path | None:
     """The runtime directory that the environment configures."""
-    # This one setting: what the environment leaves to a file may contradict its other settings.
-    given = [one for one in env.settings() if one.path == "cluster.runtime_dir"]
-    path = load(environment=given).cluster.runtime_dir
+    path = of_environment("cluster.runtime_dir").cluster.runtime_dir
     return Path(path) if path else None
+
+
+def of_environment(*paths: str, flags: Iterable[Setting] = ()) -> BatonConfig:
+    """The configuration as the environment gives these settings and no other, of which it may leave to a file what they
+    need: a container's environment is not the whole of its configuration.
+    """
+    given = [one for one in env.settings() if one.path in paths]
+    return load(environment=given, flags=flags)

@@ -11,8 +11,10 @@ from baton.config.load import load
 from baton.config.ports import parse_ports
 from baton.config.schema import BatonConfig
 from baton_cluster.cli.main import main
+from baton_cluster.launch.runtime_dir import RuntimeDir
 from baton_worker.server import LIVE_PATH, READY_PATH
 from router.http.auth import OPEN_PATHS
+from tests.baton_cluster.cli.fake_pool import USAGE, FakePoolService, serving_pool
 from tests.deploy.manifests import (
     CONFIG_FILE,
     KUSTOMIZE,
@@ -24,6 +26,7 @@ from tests.deploy.manifests import (
     rendered,
 )
 
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 GIVEN = {"POD_NAME": "decode-0", "POD_IP": "10.0.0.7", "NODE_NAME": "host-1"}
 SECRETS = {
     "/run/secrets/baton/cluster-secret": "5e" * 32,
@@ -89,16 +92,21 @@ def check_containers(cluster, tmp_path, monkeypatch, capsys):
     config_file = placed(cluster, tmp_path)
     for one in cluster.processes():
         with monkeypatch.context() as patch:
-            for name, value in environment(one).items():
-                if name.endswith("_FILE"):
-                    assert str(Path(value).parent) in mounts(one), one.label
-                    file = tmp_path / value.lstrip("/")
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_text(SECRETS[value])
-                    value = str(file)
-                patch.setenv(name, value)
+            put_into_environment(one, tmp_path, patch)
             arguments = [arg.replace(CONFIG_FILE, str(config_file)) for arg in command(one)]
             assert main([*arguments, "--check"]) == 0, (one.label, capsys.readouterr().err)
+
+
+def put_into_environment(container, root, patch):
+    """Its variables, and the files of secrets that they name."""
+    for name, value in environment(container).items():
+        if name.endswith("_FILE"):
+            assert str(Path(value).parent) in mounts(container), container.label
+            file = root / value.lstrip("/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(SECRETS[value])
+            value = str(file)
+        patch.setenv(name, value)
 
 
 def test_every_process_is_there(cluster):
@@ -213,7 +221,7 @@ def test_probes_ask_what_is_there(cluster):
     for one in cluster.containers(init=False, jobs=False):
         ports = {port["name"]: port["containerPort"] for port in one.spec.get("ports", ())}
         assert {"livenessProbe", "readinessProbe"} <= one.spec.keys(), one.label
-        for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        for kind in PROBES:
             probe = one.spec.get(kind, {})
             if "httpGet" in probe:
                 worker = probe["httpGet"]["port"] == "metrics"
@@ -223,6 +231,21 @@ def test_probes_ask_what_is_there(cluster):
             if "tcpSocket" in probe:
                 assert probe["tcpSocket"]["port"] in ports, one.label
             assert "grpc" not in probe, "kubelet has no certificate of the cluster"
+
+
+def test_probes_that_are_commands_are_answered_in_their_containers(
+    cluster, tmp_path, monkeypatch, capsys
+):
+    (pool,) = (one for one in cluster.processes() if one.spec["name"] == "pool")
+    commands = [pool.spec[kind]["exec"]["command"] for kind in PROBES]
+    runtime = RuntimeDir.claim(tmp_path / "pool")
+    with serving_pool(FakePoolService(USAGE), runtime), monkeypatch.context() as patch:
+        put_into_environment(pool, tmp_path, patch)
+        for program, *arguments in commands:
+            assert program == "baton"
+            here = [str(runtime.path) if one == "/run/baton/pool" else one for one in arguments]
+            assert main(here) == 0, capsys.readouterr().err
+    runtime.release()
 
 
 def test_whoever_drains_or_lacks_its_peers_is_not_restarted_for_it(cluster):

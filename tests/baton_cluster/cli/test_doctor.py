@@ -35,6 +35,12 @@ def test_a_machine_on_which_these_tests_run_can_run_a_cluster(capsys, free_port)
         assert found[name]["verdict"] in ("ok", "warn"), found[name]
 
 
+def test_it_looks_where_the_environment_leaves_settings_to_a_file(capsys, monkeypatch, free_port):
+    monkeypatch.setenv("BATON_POOL_PEER_ADDRESS", "10.0.0.7:7002")  # needs pool.directory
+    _, found = findings(capsys, free_port)
+    assert f"port {free_port}" in found
+
+
 def test_a_taken_port_would_stop_a_cluster(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -67,6 +67,12 @@ def test_a_person_sees_tiers_tenants_and_prefixes_within_80_columns(pool, capsys
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_an_environment_that_leaves_the_rest_to_a_file_is_enough(pool, monkeypatch, capsys):
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "5e" * 32)
+    monkeypatch.setenv("BATON_POOL_PEER_ADDRESS", "10.0.0.7:7002")  # needs pool.directory
+    assert main(["pool", "top", *pool.where]) == 0, capsys.readouterr().err
+
+
 def test_a_node_that_nobody_has_attached_to_is_shown_too(runtime):
     shown = text_of(usage_of(runtime, pool_pb2.PoolUsageReply(directory_reachable=True)))
     assert "no worker has attached yet" in shown
