@@ -68,14 +68,14 @@ class FileSource:
         if seen == self._seen:
             return None
         self._seen = seen
+        before, self._digest = self._digest, b""  # after a wrong one the last good one is new again
         text = _read(self._path)
         document = parse(text, str(self._path))
         self._key_paths = {name: self._path.parent / name for name in _key_files(document)}
         key_files = {name: _read(path) for name, path in self._key_paths.items()}
-        digest = _digest(text, *key_files.values())
-        if digest == self._digest:
+        self._digest = _digest(text, *key_files.values())
+        if self._digest == before:
             return None
-        self._digest = digest
         return Edition(document=document, key_files=key_files)
 
 

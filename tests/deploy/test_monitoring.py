@@ -60,6 +60,15 @@ def test_scalers_and_the_gateways_picker_read_metrics_that_are_told():
     assert all(f'"{name}"' in router for name in _METRIC.findall(route))
 
 
+def test_what_is_counted_once_is_not_waited_for_as_long_as_it_is_looked_for():
+    """`increase` over a span forgets a single event when the span is over: a `for` as long never comes to its end."""
+    minutes = re.compile(r"(\d+)m")
+    for rule in rules():
+        spans = [int(span) for span in re.findall(r"increase\(\w+\[(\d+)m\]", rule["expr"])]
+        waits = int(minutes.fullmatch(rule["for"])[1])  # type: ignore[index]
+        assert all(waits < span for span in spans), rule["alert"]
+
+
 def test_a_metric_that_nobody_tells_is_found():
     assert unknown("rate(baton_no_such_thing_total[5m])") == {"baton_no_such_thing_total"}
 

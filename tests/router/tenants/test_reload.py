@@ -46,6 +46,9 @@ class World:
         except AuthenticationError:
             return False
 
+    def is_stale(self) -> bool:
+        return self.registry.get_sample_value("baton_tenants_stale") == 1
+
     def failures(self) -> float | None:
         return self.registry.get_sample_value("baton_tenants_reload_failures_total")
 
@@ -90,10 +93,24 @@ async def test_a_bad_file_keeps_what_was_and_is_counted_once(path, bad, caplog):
         assert not await world.reloader.look()
     assert world.lets_in("one")
     assert world.failures() == 1
+    assert world.is_stale(), "for as long as it lies there"
     assert "the last good one holds" in caplog.text
     _write(path, document("two"), 3)
     assert await world.reloader.look()
     assert world.lets_in("two")
+    assert not world.is_stale()
+
+
+async def test_the_last_good_document_is_new_again_after_a_bad_one(path):
+    _write(path, document("one"), 1)
+    world = World(FileSource(path))
+    await world.reloader.look()
+    _write(path, "tenants: {", 2)
+    await world.reloader.look()
+    assert world.is_stale()
+    _write(path, document("one"), 3)
+    assert await world.reloader.look()
+    assert not world.is_stale()
 
 
 async def test_a_first_document_that_is_wrong_ends_the_start(path):
@@ -148,14 +165,22 @@ async def test_a_wrong_document_is_not_published(redis_client):
 
 async def test_without_redis_the_last_document_holds():
     class Away:
-        async def next_edition(self) -> None:
-            raise UnavailableError("away")
+        is_away = True
 
-    world = World(Away())
+        async def next_edition(self) -> None:
+            if self.is_away:
+                raise UnavailableError("away")
+
+    source = Away()
+    world = World(source)
     assert not await world.reloader.look()
     assert world.failures() == 1
+    assert world.is_stale()
     with pytest.raises(AuthenticationError):
         world.directory.identify(None)
+    source.is_away = False
+    assert not await world.reloader.look()
+    assert not world.is_stale(), "it is what it was"
 
 
 async def test_a_document_that_the_cluster_did_not_seal_is_refused_once_and_counted(redis_client):
