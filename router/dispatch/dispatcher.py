@@ -99,7 +99,7 @@ _EITHER_WORKERS_FAULT = (
 _PREFILL_WORKERS_OWN_FAULT = (EngineError, DrainingError, WrongRoleError)
 """Errors of P's leg that leave D's pages as good as they were."""
 
-_NO_WORKERS_FAULT = (
+NO_WORKERS_FAULT = (
     CancelledByPeerError,
     DeadlineError,
     DrainingError,
@@ -605,7 +605,7 @@ class Dispatcher:
             return []
         suspected = _suspects(leg, error)
         blamed = frozenset(worker.identity for worker in suspected)
-        if isinstance(error, _NO_WORKERS_FAULT):
+        if isinstance(error, NO_WORKERS_FAULT):
             leg.worker.breaker.abandoned(now_s)
         else:
             for worker in suspected:

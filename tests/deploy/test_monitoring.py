@@ -5,6 +5,8 @@ and every alert has its page.
 import functools
 import re
 
+from baton.errors import BatonError
+from router.dispatch.dispatcher import NO_WORKERS_FAULT
 from tests.deploy.manifests import KUSTOMIZE, ROOT, Object, rendered
 
 _METRIC = re.compile(r"\b(?:baton_|vllm:)[a-z_]+")
@@ -67,6 +69,17 @@ def test_what_is_counted_once_is_not_waited_for_as_long_as_it_is_looked_for():
         spans = [int(span) for span in re.findall(r"increase\(\w+\[(\d+)m\]", rule["expr"])]
         waits = int(minutes.fullmatch(rule["for"])[1])  # type: ignore[index]
         assert all(waits < span for span in spans), rule["alert"]
+
+
+def test_a_worker_is_not_told_to_fail_for_what_is_no_fault_of_its_own():
+    (rule,) = (one for one in rules() if one["alert"] == "BatonLegsFail")
+    (left_out,) = re.findall(r'reason!~"([\w|]+)"', rule["expr"])
+    assert left_out.split("|") == sorted(code for one in NO_WORKERS_FAULT for code in codes(one))
+
+
+def codes(error: type[BatonError]) -> set[str]:
+    """Of it and of what is derived from it."""
+    return {error.code}.union(*map(codes, error.__subclasses__()))
 
 
 def test_a_metric_that_nobody_tells_is_found():
