@@ -122,7 +122,7 @@ class RayPlaces:
         """Connects, or starts Ray, and waits for all places.
 
         Raises:
-            ConfigError: The extra `ray` is not installed.
+            ConfigError: The extra `ray` is not installed, or Ray makes no places as they are asked for.
             UnavailableError: Ray cannot be reached, or has no room.
         """
         settings = self._config.ray
@@ -145,6 +145,9 @@ class RayPlaces:
             ) from error
         try:
             self._place()
+        except ValueError as error:
+            self._ray.shutdown()
+            raise ConfigError(f"Ray refuses what the section `ray` asks for: {error}") from error
         except BaseException:
             self._ray.shutdown()
             raise
@@ -351,7 +354,12 @@ class RayChild:
         asyncio.get_running_loop().call_later(_HEAD_WAIT_S, self._gone.set)
 
     def _have_actor(self) -> None:
-        self._actor = self._create(lambda: not self._is_killed)
+        try:
+            self._actor = self._create(lambda: not self._is_killed)
+        except ValueError as error:  # of what there are no parts, such as 1.5 GPUs
+            raise UnavailableError(
+                f"Ray refuses what the section `ray` asks for: {error}"
+            ) from error
         if self._is_killed:
             self._ray.kill(self._actor, no_restart=True)
 

@@ -186,6 +186,32 @@ def test_workers_for_which_there_is_no_room_are_named(ray_address, tmp_path):
         eventually(lambda: told in log.read_text(), "the reason", 60)
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"resources": {"CPU": 0.5}, "num_cpus": 0.5}, "Use the 'num_cpus' and 'num_gpus' keyword"),
+        ({"labels": {"a b": "c"}}, "Invalid label key name"),
+    ],
+    ids=["resources", "labels"],
+)
+def test_what_ray_refuses_ends_the_start_with_its_reason(ray_address, tmp_path, asked, told):
+    with (
+        fake_redis() as redis_url,
+        serving(
+            tmp_path,
+            "--ray-address",
+            ray_address,
+            cluster=cluster_section(redis_url),
+            ray=asked,
+        ) as (_, log, pid),
+    ):
+        eventually(lambda: "baton: error: " in log.read_text(), "the refusal", START_S)
+        *_, last = log.read_text().splitlines()
+        assert last.startswith("baton: error: Ray refuses what the section `ray` asks for: ")
+        assert told in last
+        eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end")
+
+
 def test_workers_are_added_in_places_of_their_own_and_give_them_back(ray_address, tmp_path, capsys):
     with (
         fake_redis() as redis_url,

@@ -75,6 +75,7 @@ class Ray:
 
     def __init__(self, room: int) -> None:
         self.room = room
+        self.refusal = ""
         self.groups: list[int] = []
         self.placed: list[tuple[int, int]] = []
         self.exceptions = SimpleNamespace(RayError=type("RayError", (Exception,), {}))
@@ -107,10 +108,23 @@ class Ray:
             next_status=SimpleNamespace(remote=number),
             __ray_call__=SimpleNamespace(remote=lambda _: address()),
         )
-        made = SimpleNamespace(remote=lambda: actor)
-        return SimpleNamespace(options=lambda **_: made)
 
-    def _group(self, bundles: list[object], **_: object) -> SimpleNamespace:
+        def made() -> SimpleNamespace:
+            if self.refusal:
+                raise ValueError(self.refusal)
+            return actor
+
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=made))
+
+    def _group(
+        self,
+        bundles: list[object],
+        *,
+        bundle_label_selector: list[dict[str, str]] | None,
+        **_: object,
+    ) -> SimpleNamespace:
+        if any(" " in label for each in bundle_label_selector or () for label in each):
+            raise ValueError("Invalid label key name")
         size = len(bundles)
         self.groups.append(size)
         fits = sum(self.groups) <= self.room
@@ -174,3 +188,19 @@ async def test_a_worker_that_is_added_without_room_says_what_is_missing_and_wait
         assert fatal.error.message.startswith("Ray has no room for decode-1: ")
         assert isinstance(exited, ChildExited)
         assert ray.groups == [1, 1]
+
+
+async def test_a_worker_of_which_ray_makes_no_actor_ends_and_says_why(ray):
+    config = fit_ray(BatonConfig(cluster=FOUND, ray=RayConfig(num_gpus=1.5)))
+    ray.refusal = "GPU resource quantities >1 must be whole numbers"
+    with RayPlaces(config) as places:
+        fatal, exited = await soon(started(places, config, 0))
+        assert isinstance(fatal, ChildFatal)
+        assert fatal.error.message.endswith("must be whole numbers")
+        assert isinstance(exited, ChildExited)
+
+
+def test_labels_that_are_none_are_refused(ray):
+    config = fit_ray(BatonConfig(cluster=FOUND, ray=RayConfig(labels={"a b": "c"})))
+    with pytest.raises(ConfigError, match="Invalid label key name"), RayPlaces(config):
+        pytest.fail("there is no place")
