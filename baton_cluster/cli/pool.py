@@ -30,6 +30,7 @@ from baton_cluster.cli.pool_usage import (
 )
 from baton_cluster.cli.router_control import ANSWER_WAIT_S, given_name
 from baton_cluster.cli.story import story_text
+from baton_cluster.launch.runtime_dir import pool_address
 
 _WATCH_INTERVAL_S = 1.0
 _FLUSH_WAIT_S = 30.0
@@ -77,11 +78,16 @@ def _action(
     return parser
 
 
+def node_address(arguments: argparse.Namespace) -> str:
+    """The node of the cluster that `arguments` mean; raises as `cluster_dir` does."""
+    return address_in(router_control.cluster_dir(arguments, lambda path: bool(pool_address(path))))
+
+
 def _top(arguments: argparse.Namespace) -> None:
     hottest: int = arguments.hottest
     if not 0 <= hottest <= _MAX_HOTTEST:
         raise ConfigError(f"--hottest: must be from 0 to {_MAX_HOTTEST}, not {hottest}")
-    address = address_in(router_control.cluster_dir(arguments))
+    address = node_address(arguments)
     if arguments.json:
         asyncio.run(_write(address, hottest, again=arguments.watch))
     elif arguments.watch:
@@ -121,7 +127,7 @@ def _story(arguments: argparse.Namespace) -> None:
         asked = BlockStoryRequest(key=parse_block_key(key))
     except ValueError as error:
         raise ConfigError(f"KEY: {error}") from error
-    address = address_in(router_control.cluster_dir(arguments))
+    address = node_address(arguments)
     told = asyncio.run(ask(address, lambda pool: pool.Story(asked, timeout=ANSWER_WAIT_S)))
     if not told.entries:
         raise InvalidRequestError(
@@ -138,7 +144,7 @@ def _flush(arguments: argparse.Namespace) -> None:
     }
     if arguments.all == any(selection.values()):
         raise ConfigError("say what to flush: --tenant, --scope or --model, or else --all")
-    address = address_in(router_control.cluster_dir(arguments))
+    address = node_address(arguments)
     asked = FlushPoolRequest(**selection)
     reply = asyncio.run(ask(address, lambda pool: pool.Flush(asked, timeout=_FLUSH_WAIT_S)))
     if arguments.json:

@@ -110,9 +110,16 @@ async def ask(address: str, question: Callable[["ControlAsyncStub"], Awaitable[_
             raise UnavailableError(f"the router does not answer: {error.details()}") from error
 
 
-def cluster_dir(arguments: argparse.Namespace) -> Path:
+def has_router(cluster: Path) -> bool:
+    """Whether the router has its socket at `cluster`; a worker that was started alone, or on Ray, has only its own."""
+    return (cluster / ROUTER_SOCKET).exists()
+
+
+def cluster_dir(
+    arguments: argparse.Namespace, is_asked: Callable[[Path], bool] = has_router
+) -> Path:
     """The runtime directory of the named cluster, else of the one that the environment configures, else of the only one
-    that runs here.
+    that runs here and has what is asked.
 
     Raises:
         UnavailableError: It does not run, or none does.
@@ -136,10 +143,13 @@ def cluster_dir(arguments: argparse.Namespace) -> Path:
             f"no cluster of this user is running in {parent_dir()}"
             " (baton serve starts one, --runtime-dir names one elsewhere)"
         )
-    if len(running) > 1:
-        ports = ", ".join(path.name for path in running)
-        raise ConfigError(f"several clusters are running, on ports {ports}: name one with --port")
-    return running[0]
+    found = list(filter(is_asked, running)) or running
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ConfigError(
+            f"several clusters are running in {parent_dir()}, {names}: name one with --port or --runtime-dir"
+        )
+    return found[0]
 
 
 def configured_dir() -> Path | None:

@@ -11,7 +11,7 @@ from baton.rpc.v1 import pool_pb2
 from baton_cluster.cli.main import main
 from baton_cluster.cli.pool import render
 from baton_cluster.cli.pool_usage import address_in, fetch
-from baton_cluster.launch.runtime_dir import RuntimeDir
+from baton_cluster.launch.runtime_dir import RuntimeDir, parent_dir
 from tests.baton_cluster.cli.fake_pool import USAGE, FakePoolService, serving_pool
 
 
@@ -148,6 +148,15 @@ def test_a_flush_can_be_read_by_machines(pool, capsys):
 def test_a_cluster_without_a_pool_says_so(runtime, capsys):
     assert main(["pool", "top", "--runtime-dir", str(runtime.path)]) == 1
     assert "has no pool" in capsys.readouterr().err
+
+
+def test_a_node_is_found_beside_workers_that_were_started_alone(home, monkeypatch, capsys):
+    monkeypatch.setattr("tempfile.tempdir", str(home))
+    worker, node = (RuntimeDir.claim(parent_dir() / name) for name in ("decode-0", "pool-x7k2p"))
+    with serving_pool(FakePoolService(USAGE), node):
+        assert main(["pool", "top", "--json"]) == 0, capsys.readouterr().err
+    worker.release()
+    node.release()
 
 
 def test_a_node_that_does_not_answer_is_one_line(runtime, capsys):

@@ -135,8 +135,20 @@ def test_the_only_running_cluster_need_not_be_named(home, no_default_clusters, c
 def test_with_several_clusters_one_must_be_named(home, no_default_clusters, capsys):
     runtimes = [RuntimeDir.claim(default_dir(port)) for port in (8001, 8002)]
     assert main(["status"]) == 2
-    assert "on ports 8001, 8002: name one with --port" in capsys.readouterr().err
+    assert "8001, 8002: name one with --port or --runtime-dir" in capsys.readouterr().err
     for runtime in runtimes:
+        runtime.release()
+
+
+def test_a_router_is_found_beside_workers_that_were_started_alone(
+    home, no_default_clusters, capsys
+):
+    alone = [
+        RuntimeDir.claim(default_dir(8000).with_name(name)) for name in ("decode-0", "ray-decode-1")
+    ]
+    with answering(FakeControl(status=REPLY), default_dir(8000).with_name("router")):
+        assert main(["status", "--json"]) == 0, capsys.readouterr().err
+    for runtime in alone:
         runtime.release()
 
 
