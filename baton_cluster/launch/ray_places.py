@@ -9,6 +9,7 @@ which is imported only here.
 import asyncio
 import importlib
 import secrets
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from typing import Any, Self
 import msgspec
 
 from baton.config import env
+from baton.config.ports import port_of
 from baton.config.schema import BatonConfig, RayConfig
 from baton.errors import ConfigError, UnavailableError
 from baton.ids import Incarnation, Role
@@ -128,6 +130,7 @@ class RayPlaces:
         settings = self._config.ray
         env.authenticate_ray(None if settings.address else secrets.token_hex(32))
         env.outlast_ray_head()
+        _refuse_where_nobody_listens(settings.address)
         try:
             self._ray = importlib.import_module("ray")
         except ImportError as error:
@@ -379,6 +382,22 @@ class RayChild:
             await self._actor.terminate.remote()
         except self._ray.exceptions.RayError:
             return  # gone already; its exit is on the way
+
+
+def _refuse_where_nobody_listens(address: str) -> None:
+    """Ray itself tries a head's address for a quarter of an hour, and hears no signal meanwhile.
+
+    Raises:
+        UnavailableError: Nobody answers at `address`, a head's `host:port`.
+    """
+    host, _, _ = address.rpartition(":")
+    if (port := port_of(address)) is None or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), port), timeout=_HEAD_WAIT_S).close()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UnavailableError(f"Ray at {address}: {reason}") from error
 
 
 def _in_thread(call: Callable[[], None]) -> asyncio.Future[None]:

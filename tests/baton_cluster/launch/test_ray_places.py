@@ -1,6 +1,7 @@
 """What is asked of Ray and what is said where it has no room; Ray itself is in tests/e2e/test_ray.py."""
 
 import asyncio
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.config.schema import BatonConfig, ClusterConfig, PoolConfig, RayConfig
-from baton.errors import ConfigError
+from baton.errors import ConfigError, UnavailableError
 from baton.ids import Incarnation, Role
 from baton_cluster.cli.main import main
 from baton_cluster.launch.assignment import Assignment, Part
@@ -203,4 +204,16 @@ async def test_a_worker_of_which_ray_makes_no_actor_ends_and_says_why(ray):
 def test_labels_that_are_none_are_refused(ray):
     config = fit_ray(BatonConfig(cluster=FOUND, ray=RayConfig(labels={"a b": "c"})))
     with pytest.raises(ConfigError, match="Invalid label key name"), RayPlaces(config):
+        pytest.fail("there is no place")
+
+
+def test_a_head_at_whose_address_nobody_listens_is_one_line(ray):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with RayPlaces(fit_ray(BatonConfig(cluster=FOUND, ray=RayConfig(address=address)))):
+            pass  # somebody listens
+    with (
+        pytest.raises(UnavailableError, match=f"^Ray at {address}: connection refused$"),
+        RayPlaces(fit_ray(BatonConfig(cluster=FOUND, ray=RayConfig(address=address)))),
+    ):
         pytest.fail("there is no place")
