@@ -6,9 +6,9 @@
 
 namespace baton {
 
-// What is held in registers: sums of so many rows by vectors, besides operands.
+// What is held in registers: sums of up to ROWS rows by so many vectors, besides operands.
 constexpr int ROWS = REGISTERS >= 32 ? 4 : 6;
-constexpr int VECTORS = REGISTERS >= 32 ? 4 : 2;
+constexpr int vectors_of(int rows) { return REGISTERS >= 32 || rows <= 3 ? 4 : 2; }
 constexpr int QUERIES_ABREAST = 4, KEYS_ABREAST = 4;  // every pair of them has a sum
 
 // c[i][col..] (+)= sum over t of a[i][t * step] * b[t][col..], R rows by V vectors held in registers. `ahead`, where
@@ -17,27 +17,39 @@ template <int R, int V, typename E>
 void multiply_block(const float* const* a, int64_t step, const E* const* b, int64_t depth, int64_t col,
                     float* c, int64_t stride, bool add, const E* const* ahead) {
     Vec acc[R][V];
-    for (int i = 0; i < R; i++)
-        for (int v = 0; v < V; v++)
-            acc[i][v] = add ? load(c + i * stride + col + v * LANES) : Vec{};
+    BATON_UNROLL for (int i = 0; i < R; i++)
+        BATON_UNROLL for (int v = 0; v < V; v++) acc[i][v] = add ? load(c + i * stride + col + v * LANES) : Vec{};
     for (int64_t t = 0; t < depth; t++) {
         if (ahead) bring_near(ahead[t] + col, V * LANES);
-        Vec row[V];
-        for (int v = 0; v < V; v++) row[v] = load(b[t] + col + v * LANES);
-        for (int i = 0; i < R; i++)
-            for (int v = 0; v < V; v++) acc[i][v] += a[i][t * step] * row[v];
+        // The fewer of the two are kept for all of the others.
+        if constexpr (R < V) {
+            Vec factors[R];
+            BATON_UNROLL for (int i = 0; i < R; i++) factors[i] = splat(a[i][t * step]);
+            BATON_UNROLL for (int v = 0; v < V; v++) {
+                Vec row = load(b[t] + col + v * LANES);
+                BATON_UNROLL for (int i = 0; i < R; i++) add_product(acc[i][v], factors[i], row);
+            }
+        } else {
+            Vec row[V];
+            BATON_UNROLL for (int v = 0; v < V; v++) row[v] = load(b[t] + col + v * LANES);
+            BATON_UNROLL for (int i = 0; i < R; i++) {
+                Vec factor = splat(a[i][t * step]);
+                BATON_UNROLL for (int v = 0; v < V; v++) add_product(acc[i][v], factor, row[v]);
+            }
+        }
     }
-    for (int i = 0; i < R; i++)
-        for (int v = 0; v < V; v++) store(c + i * stride + col + v * LANES, acc[i][v]);
+    BATON_UNROLL for (int i = 0; i < R; i++)
+        BATON_UNROLL for (int v = 0; v < V; v++) store(c + i * stride + col + v * LANES, acc[i][v]);
 }
 
 template <int R, typename E>
 void multiply_rows(const float* const* a, int64_t step, const E* const* b, int64_t depth, int64_t cols,
                    float* c, int64_t stride, bool add, const E* const* ahead) {
+    constexpr int V = vectors_of(R);
     int64_t col = 0;
-    for (; col + VECTORS * LANES <= cols; col += VECTORS * LANES)
-        multiply_block<R, VECTORS, E>(a, step, b, depth, col, c, stride, add, ahead);
-    with_count<VECTORS - 1>((cols - col) / LANES, [&](auto vectors) {
+    for (; col + V * LANES <= cols; col += V * LANES)
+        multiply_block<R, V, E>(a, step, b, depth, col, c, stride, add, ahead);
+    with_count<V - 1>((cols - col) / LANES, [&](auto vectors) {
         multiply_block<R, vectors, E>(a, step, b, depth, col, c, stride, add, ahead);
     });
 }
@@ -62,13 +74,15 @@ void dots(const float* queries, const E* const* keys, int64_t count, int64_t wid
     for (int64_t j = 0; j < count; j += KEYS_ABREAST) {
         if (ahead)
             for (int k = 0; k < KEYS_ABREAST; k++) bring_near(ahead[j + k], width);
-        Vec acc[R][KEYS_ABREAST] = {};
+        Vec acc[R][KEYS_ABREAST];
+        BATON_UNROLL for (int i = 0; i < R; i++)
+            BATON_UNROLL for (int k = 0; k < KEYS_ABREAST; k++) acc[i][k] = Vec{};
         for (int64_t d = 0; d < width; d += LANES) {
-            Vec key[KEYS_ABREAST];
-            for (int k = 0; k < KEYS_ABREAST; k++) key[k] = load(keys[j + k] + d);
-            for (int i = 0; i < R; i++) {
-                Vec query = load(queries + i * width + d);
-                for (int k = 0; k < KEYS_ABREAST; k++) acc[i][k] += query * key[k];
+            Vec query[R];
+            BATON_UNROLL for (int i = 0; i < R; i++) query[i] = load(queries + i * width + d);
+            BATON_UNROLL for (int k = 0; k < KEYS_ABREAST; k++) {
+                Vec key = load(keys[j + k] + d);
+                BATON_UNROLL for (int i = 0; i < R; i++) add_product(acc[i][k], query[i], key);
             }
         }
         for (int i = 0; i < R; i++)

@@ -1,6 +1,6 @@
 // x * weight^T for bfloat16 weights on processors that multiply only float32: weights are read at half the bytes of
-// float32 and widened in registers (few rows: the memory is what costs) or once per block of rows (many: the arithmetic
-// is). They lie as in panels.h: as pairs, of which widening takes one shift or one mask.
+// float32 and widened in registers (few rows: the memory is what costs) or, where tiles are high, once per block of rows
+// (many: the arithmetic is). They lie as in panels.h: as pairs, of which widening takes one shift or one mask.
 
 #include "panels.h"
 
@@ -13,58 +13,72 @@ constexpr int64_t DEPTH = 6144 / PANEL;  // inputs of a widened panel: with a ti
 // short vectors a tile is no higher.
 constexpr int64_t MOST_DECODED = LANES == 16 ? 4 : TILE;
 
-inline Vec low(IntVec pair) { return reinterpret_cast<Vec>(pair << 16); }
-inline Vec high(IntVec pair) {
+// Whether weights that lie plain are widened in registers for any number of rows: short vectors have low tiles, and what
+// is written and read once more for them costs more than widening again does.
+constexpr bool IN_REGISTERS = LANES == 8;
+constexpr int64_t BLOCK_TILES = BLOCK / TILE;
+constexpr int64_t FEW = 96;    // rows up to which what a thread takes lies in one piece
+constexpr int64_t AHEAD = 32;  // pairs of a panel, of which those to come are sent for
+
+inline Vec low(Words pairs) { return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(pairs) << 16); }
+inline Vec high(Words pairs) {
     IntVec mask = IntVec{} + static_cast<int32_t>(0xffff0000u);
-    return reinterpret_cast<Vec>(pair & mask);
+    return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(pairs) & mask);
 }
 
 // Packs rows [first, first + height) as [depth][height] float32.
 template <typename T>
-void pack(const T* x, int64_t rows, int64_t inputs, int64_t depth, int64_t first, int64_t height, float* to) {
-    int64_t have = std::min(height, rows - first), turned = 0;
+void pack(const T* x, int64_t inputs, int64_t depth, int64_t first, int64_t height, float* to) {
+    int64_t turned = 0;
     x += first * inputs;
-    if (TILE <= LANES && height == TILE) {
-        // A vector's last lanes spill over the next input, which is written later, and never over the end of the tile.
-        for (; turned + LANES < std::min(inputs, depth - 1); turned += LANES) {
+    if (height > 2 && height <= LANES) {
+        // A vector's last lanes spill over the next inputs, which are written later, and never over the end of the tile.
+        for (; turned + LANES <= std::min(inputs, depth - LANES / height); turned += LANES) {
             Vec lines[LANES] = {};
-            for (int64_t i = 0; i < have; i++) lines[i] = load(x + i * inputs + turned);
+            for (int64_t i = 0; i < height; i++) lines[i] = load(x + i * inputs + turned);
             transpose(lines);
-            for (int64_t k = 0; k < LANES; k++) store(to + (turned + k) * TILE, lines[k]);
+            for (int64_t k = 0; k < LANES; k++) store(to + (turned + k) * height, lines[k]);
         }
     }
     for (int64_t i = 0; i < height; i++) {
-        int64_t known = i < have ? inputs : 0;
-        for (int64_t k = turned; k < known; k++) to[k * height + i] = widen(x[i * inputs + k]);
-        for (int64_t k = std::max(known, turned); k < depth; k++) to[k * height + i] = 0.0f;
+        for (int64_t k = turned; k < inputs; k++) to[k * height + i] = widen(x[i * inputs + k]);
+        for (int64_t k = std::max(inputs, turned); k < depth; k++) to[k * height + i] = 0.0f;
     }
 }
 
-// sums [R][P * PANEL] of P panels read from memory.
+// sums [R][P * PANEL] of P panels read from memory; of short vectors, what comes `ahead` pairs later is sent for.
 template <int R, int P, typename Panel>
-__attribute__((noinline)) void stream(const float* a, const Panel* first, int64_t pairs, float* sums) {
-    Vec acc[R][P * ACROSS] = {};
+__attribute__((noinline)) void stream(const float* a, const Panel* first, int64_t pairs, int64_t ahead, float* sums) {
+    // Sums, weights and what they are widened to do not fit: for odd inputs, weights are loaded again.
+    constexpr bool LOADS_TWICE = REGISTERS == 16 && !Panel::IS_COMPRESSED;
+    Vec acc[R][P * ACROSS];
+    BATON_UNROLL for (int i = 0; i < R; i++)
+        BATON_UNROLL for (int v = 0; v < P * ACROSS; v++) acc[i][v] = Vec{};
     Panel panels[P];
     BATON_UNROLL for (int p = 0; p < P; p++) panels[p] = first[p];
     for (int64_t k = 0; k < pairs; k += Panel::PAIRS, a += 2 * R * Panel::PAIRS)
         BATON_UNROLL for (int p = 0; p < P; p++) {
+            Panel again = panels[p];
+            if (IN_REGISTERS && P <= 2) again.prefetch(ahead);  // of more, the processor finds the way itself
             Words read[Panel::PAIRS * ACROSS];
             panels[p].read(read);
             BATON_UNROLL for (int q = 0; q < Panel::PAIRS; q++) {
                 const float* row = a + 2 * R * q;
-                Vec even[ACROSS], odd[ACROSS];
-                BATON_UNROLL for (int v = 0; v < ACROSS; v++) {
-                    IntVec both = reinterpret_cast<IntVec>(read[q * ACROSS + v]);
-                    even[v] = low(both), odd[v] = high(both);
+                const Words* both = read + q * ACROSS;
+                BATON_UNROLL for (int i = 0; i < R; i++)
+                    BATON_UNROLL for (int v = 0; v < ACROSS; v++)
+                        add_product(acc[i][p * ACROSS + v], splat(row[i]), low(both[v]));
+                if constexpr (LOADS_TWICE) {
+                    asm volatile("" ::: "memory");  // else GCC keeps what it has loaded, and sums go by the stack
+                    again.read(read);
                 }
                 BATON_UNROLL for (int i = 0; i < R; i++)
-                    BATON_UNROLL for (int v = 0; v < ACROSS; v++) acc[i][p * ACROSS + v] += row[i] * even[v];
-                BATON_UNROLL for (int i = 0; i < R; i++)
-                    BATON_UNROLL for (int v = 0; v < ACROSS; v++) acc[i][p * ACROSS + v] += row[R + i] * odd[v];
+                    BATON_UNROLL for (int v = 0; v < ACROSS; v++)
+                        add_product(acc[i][p * ACROSS + v], splat(row[R + i]), high(both[v]));
             }
         }
-    for (int i = 0; i < R; i++)
-        for (int v = 0; v < P * ACROSS; v++) store(sums + i * P * PANEL + v * LANES, acc[i][v]);
+    BATON_UNROLL for (int i = 0; i < R; i++)
+        BATON_UNROLL for (int v = 0; v < P * ACROSS; v++) store(sums + i * P * PANEL + v * LANES, acc[i][v]);
 }
 
 // sums [R][PANEL] (+)= a * wide, `wide` [depth][PANEL]. `next` is what will be widened next, `step` bytes per input: it
@@ -93,9 +107,8 @@ void widen(Panel& panel, int64_t pairs, float* wide) {
         panel.read(read);
         for (int p = 0; p < Panel::PAIRS; p++, wide += 2 * PANEL)
             for (int v = 0; v < ACROSS; v++) {
-                IntVec both = reinterpret_cast<IntVec>(read[p * ACROSS + v]);
-                store(wide + v * LANES, low(both));
-                store(wide + PANEL + v * LANES, high(both));
+                store(wide + v * LANES, low(read[p * ACROSS + v]));
+                store(wide + PANEL + v * LANES, high(read[p * ACROSS + v]));
             }
     }
 }
@@ -105,14 +118,14 @@ class Product {
    public:
     Product(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed)
         : matrix(matrix), x(x), outputs{out, matrix.scales, matrix.bias, rows, matrix.columns},
-          inputs(matrix.inputs), pairs(pairs_of(matrix)), panels(panels_of(matrix)), packed(packed) {}
+          inputs(matrix.inputs), pairs(pairs_of(matrix)), panels(panels_of(matrix)), tiling{rows}, packed(packed) {}
 
     // Called by every thread of a team.
     void run() {
-        if (outputs.rows == 0) return;
+        if (tiling.rows == 0) return;
 #pragma omp for schedule(static)
-        for (int64_t first = 0; first < outputs.rows; first += TILE)
-            pack(x, outputs.rows, inputs, 2 * pairs, first, height(first), tile(first));
+        for (int64_t tile = 0; tile < tiling.count(); tile++)
+            pack(x, inputs, 2 * pairs, tiling.first(tile), tiling.height(tile), packed_rows(tile));
         if (matrix.codes)
             multiply_by<CompressedPanel<true>>();
         else
@@ -124,21 +137,30 @@ class Product {
     const T* x;
     Outputs<T> outputs;
     int64_t inputs, pairs, panels;
+    Tiling tiling;
     float* packed;
 
-    int64_t height(int64_t first) const { return tile_height(std::min(TILE, outputs.rows - first)); }
-    float* tile(int64_t first) const { return packed + first * 2 * pairs; }
+    float* packed_rows(int64_t tile) const { return packed + tiling.first(tile) * 2 * pairs; }
 
     template <typename Panel>
     void multiply_by() const {
-        if (outputs.rows <= (matrix.codes ? MOST_DECODED : TILE)) {
-            with_height(height(0), [&](auto h) { stream_panels<h, Panel>(); });
-            return;
-        }
-        int64_t blocks = (outputs.rows + BLOCK - 1) / BLOCK;
+        if (tiling.rows <= (matrix.codes ? MOST_DECODED : TILE)) {
+            with_count<TILE>(tiling.rows, [&](auto rows) { stream_panels<rows, Panel>(); });
+        } else if (IN_REGISTERS && !matrix.codes && tiling.rows <= FEW) {
+#pragma omp for schedule(guided, 1)
+            for (int64_t panel = 0; panel < panels; panel++) stream_block(panel, 0, tiling.count());
+        } else {
+            int64_t tiles = tiling.count(), blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < panels * blocks; item++)
-            multiply_block<Panel>(item % panels, item / panels * BLOCK);
+            for (int64_t item = 0; item < panels * blocks; item++) {
+                int64_t panel = item % panels, begin = item / panels * BLOCK_TILES;
+                int64_t end = std::min(begin + BLOCK_TILES, tiles);
+                if (IN_REGISTERS && !matrix.codes)
+                    stream_block(panel, begin, end);
+                else
+                    multiply_block<Panel>(panel, begin, end);
+            }
+        }
     }
 
     template <int R, typename Panel>
@@ -148,40 +170,49 @@ class Product {
 #pragma omp for schedule(guided, 1)
         for (int64_t group = 0; group < (panels + P - 1) / P; group++) {
             if (group * P + P <= panels)
-                stream_group<R, P, Panel>(group * P);
+                stream_group<R, P, Panel>(group * P, 0, AHEAD);
             else
-                for (int64_t panel = group * P; panel < panels; panel++) stream_group<R, 1, Panel>(panel);
+                for (int64_t panel = group * P; panel < panels; panel++) stream_group<R, 1, Panel>(panel, 0, AHEAD);
         }
     }
 
+    // One panel times these tiles: it stays in a near cache, and the next one comes meanwhile.
+    void stream_block(int64_t panel, int64_t begin, int64_t end) const {
+        for (int64_t tile = begin; tile < end; tile++)
+            with_count<TILE>(tiling.height(tile), [&](auto rows) {
+                stream_group<rows, 1, PlainPanel<>>(panel, tile, tile == begin ? AHEAD : pairs);
+            });
+    }
+
     template <int R, int P, typename Panel>
-    void stream_group(int64_t first) const {
+    void stream_group(int64_t first, int64_t tile, int64_t ahead) const {
         alignas(64) float sums[R * P * PANEL];
         Panel group[P];
         for (int p = 0; p < P; p++) group[p] = Panel(matrix, first + p);
-        stream<R, P>(packed, group, pairs, sums);
-        outputs.put(sums, P * PANEL, 0, R, first * PANEL);
+        stream<R, P>(packed_rows(tile), group, pairs, ahead, sums);
+        outputs.put(sums, P * PANEL, tiling.first(tile), R, first * PANEL);
     }
 
-    // One panel times up to BLOCK rows from `begin` on.
+    // The same with a panel that is widened for all of them.
     template <typename Panel>
-    void multiply_block(int64_t index, int64_t begin) const {
+    void multiply_block(int64_t index, int64_t begin, int64_t end) const {
         static thread_local std::vector<float> memory;
         float* wide = kept(memory, (DEPTH + BLOCK) * PANEL);
         float* sums = wide + DEPTH * PANEL;
-        int64_t end = std::min(begin + BLOCK, outputs.rows);
         Panel panel(matrix, index);
         for (int64_t k = 0; k < 2 * pairs; k += DEPTH) {
             int64_t depth = std::min(DEPTH, 2 * pairs - k);
             widen(panel, depth / 2, wide);
             bool last = k + depth == 2 * pairs;
-            for (int64_t first = begin; first < end; first += TILE) {
-                float* here = sums + (first - begin) * PANEL;
-                with_height(height(first), [&](auto h) {
-                    multiply<h>(tile(first) + k * h, wide, depth, here, k > 0, panel.address(), Panel::INPUT_BYTES);
+            for (int64_t tile = begin; tile < end; tile++) {
+                float* here = sums + (tile - begin) * TILE * PANEL;
+                int64_t height = tiling.height(tile);
+                with_count<TILE>(height, [&](auto rows) {
+                    multiply<rows>(packed_rows(tile) + k * rows, wide, depth, here, k > 0, panel.address(),
+                                   Panel::INPUT_BYTES);
                 });
                 // At once: what is written leaves for memory while the next tile is computed.
-                if (last) outputs.put(here, PANEL, first, TILE, index * PANEL);
+                if (last) outputs.put(here, PANEL, tiling.first(tile), height, index * PANEL);
             }
         }
     }

@@ -19,6 +19,21 @@ namespace {
 constexpr int64_t GROUP = 64;  // inputs that share a scale of the activations
 constexpr int64_t WORDS = GROUP / 4;
 
+// Rows that a tile of `rows` is computed as; those added are zero and thrown away.
+inline int64_t tile_height(int64_t rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : rows <= 8 ? 8 : TILE; }
+
+// Calls `body` with the height as a constant.
+template <typename Body>
+void with_height(int64_t height, Body body) {
+    switch (height) {
+        case 1: return body(std::integral_constant<int, 1>());
+        case 2: return body(std::integral_constant<int, 2>());
+        case 4: return body(std::integral_constant<int, 4>());
+        case 8: return body(std::integral_constant<int, 8>());
+        default: return body(std::integral_constant<int, TILE>());
+    }
+}
+
 // One tile of quantised rows: per group WORDS x height words of four inputs, then `height` sums and `height` scales.
 struct Tiles {
     int32_t* words;

@@ -108,6 +108,16 @@ inline void store(bfloat16* to, Vec value) {
 }
 inline Vec splat(float value) { return value - Vec{}; }
 
+// sum += a * b, in the register that holds the sum: where there are few, GCC 12 writes it over `a`, runs out of them, and
+// has sums go by the stack.
+inline void add_product(Vec& sum, Vec a, Vec b) {
+#if defined(__FMA__) && !defined(__AVX512F__)
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#else
+    sum += a * b;
+#endif
+}
+
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
 template <int64_t SIZE>

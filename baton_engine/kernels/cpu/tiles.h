@@ -29,20 +29,23 @@ static_assert(BLOCK % TILE == 0);
 // Floats that a product in float32 or int8 needs to hold its packed rows.
 inline int64_t packed_floats(int64_t rows, int64_t inputs) { return round_up(rows, TILE) * round_up(inputs, 64); }
 
-// Rows that a tile of `rows` is computed as; those added are zero and thrown away.
-inline int64_t tile_height(int64_t rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : rows <= 8 ? std::min<int64_t>(8, TILE) : TILE; }
+// How rows are divided among tiles. They have TILE rows, but the last ones share what is left where the last would be
+// low: have too few sums to hide the latency of adding to them.
+struct Tiling {
+    static constexpr int64_t LOW = 8 / ACROSS;
 
-// Calls `body` with the height as a constant.
-template <typename Body>
-void with_height(int64_t height, Body body) {
-    switch (height) {
-        case 1: return body(std::integral_constant<int, 1>());
-        case 2: return body(std::integral_constant<int, 2>());
-        case 4: return body(std::integral_constant<int, 4>());
-        case 8: return body(std::integral_constant<int, std::min<int>(8, TILE)>());
-        default: return body(std::integral_constant<int, TILE>());
+    int64_t rows;
+
+    int64_t count() const { return (rows + TILE - 1) / TILE; }
+    int64_t height(int64_t tile) const { return first(tile + 1) - first(tile); }
+
+    // The first row of a tile; of that after the last, `rows`.
+    int64_t first(int64_t tile) const {
+        const int64_t last = count() - 1, left = rows - (last - 1) * TILE;  // of the last two
+        if (tile > last) return rows;
+        return tile == last && tile > 0 && left < TILE + LOW ? rows - left / 2 : tile * TILE;
     }
-}
+};
 
 // Panels that are streamed side by side: enough sums to hide the latency of adding to them.
 constexpr int panels_abreast(int height) {
