@@ -50,7 +50,8 @@ class ClusterCredentials:
         self._secret = secret
         self._files = files
         self._certificates: Certificates | None = None
-        self._changed_ns: tuple[int, ...] = ()
+        self._changed_ns: tuple[int, ...] = ()  # of the files that are shown
+        self._refused = ""  # why those that are there now are not
         self._version = 0
         if files is not None:
             self._load()
@@ -105,8 +106,8 @@ class ClusterCredentials:
         )
 
     def _current(self) -> "Certificates":
-        """Files that have changed are read again; those that cannot be used then are logged,
-        and the last ones are kept.
+        """Files that have changed are read again. For as long as those cannot be used, which is logged once, the last
+        ones are kept: a certificate may begin to be valid only later, by the clock here.
         """
         if self._certificates is None or (
             self._files is not None and self._modified_ns() != self._changed_ns
@@ -116,7 +117,9 @@ class ClusterCredentials:
             except ConfigError as error:
                 if self._certificates is None:
                     raise
-                _log.error("the new certificates cannot be used", reason=error.message)
+                if error.message != self._refused:
+                    _log.error("the new certificates cannot be used", reason=error.message)
+                self._refused = error.message
         assert self._certificates is not None
         return self._certificates
 
@@ -128,8 +131,9 @@ class ClusterCredentials:
         if self._files is None:
             self._certificates = certificates.issue(self._secret, self.identity)
             return
-        self._changed_ns = self._modified_ns()
+        changed_ns = self._modified_ns()
         self._certificates = certificates.read(self._files, self.identity.role)
+        self._changed_ns, self._refused = changed_ns, ""
         self._version += 1
 
     def _modified_ns(self) -> tuple[int, ...]:

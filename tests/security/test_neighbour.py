@@ -291,12 +291,13 @@ def _files(
     name: str,
     uri: str,
     signer: ec.EllipticCurvePrivateKey | None = None,
+    begin: datetime.datetime | None = None,
 ) -> CertificateFiles:
     """An authority, with the key `signer` or a new one, and a certificate that it signed."""
     key = ec.generate_private_key(ec.SECP256R1())
     signer = signer or ec.generate_private_key(ec.SECP256R1())
     issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "operator")])
-    begin = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+    begin = begin or datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
     def certificate(public, subject: x509.Name) -> x509.CertificateBuilder:
         builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer)
@@ -419,6 +420,26 @@ async def test_with_an_operators_certificates_the_secret_alone_lets_nobody_in(
         assert await outcome(call) is grpc.StatusCode.PERMISSION_DENIED  # a worker, and known
     await server.stop(None)
     assert services.heard == []
+
+
+async def test_a_new_certificate_that_is_not_valid_yet_is_shown_once_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The authority's clock is ahead of this one; the files do not change any more."""
+    signer = ec.generate_private_key(ec.SECP256R1())
+    files = _files(tmp_path, until=LONG, name=ROLE.host_name, uri=URI, signer=signer)
+    own = ClusterCredentials(ProcessIdentity(role=ROLE, name="w"), SECRET, files)
+    first = own.version
+    begin = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=2)
+    _files(tmp_path, until=LONG, name=ROLE.host_name, uri=URI, signer=signer, begin=begin)
+    with caplog.at_level(logging.ERROR):
+        assert own.version == own.version == first
+        async with asyncio.timeout(20):
+            while own.version == first:  # noqa: ASYNC110  # the clock goes on
+                await asyncio.sleep(0.1)
+    assert own.version == first + 1
+    said = [one for one in caplog.records if "new certificates" in one.getMessage()]
+    assert len(said) == 1
 
 
 async def test_a_router_with_another_secret_says_so_once_and_its_link_is_refused(
