@@ -109,6 +109,7 @@ class _Put:
     """Slots to be written, in the order of the grant; a flush takes some away: those are quarantined.
 
     `deadline_s` is when it becomes a zombie; of a zombie, when its slots are free. What another node writes has none.
+    `flushed` came while that node wrote: whose the blocks are is known only once they are committed.
     """
 
     put_id: str
@@ -117,6 +118,11 @@ class _Put:
     writer: WorkerIdentity | None = None
     zombie: bool = False
     fetched: bool = False
+    flushed: list[Selection] = field(default_factory=list)
+
+    def is_flushed(self, owner: Owner) -> bool:
+        """Whether blocks of `owner` were flushed since the put began."""
+        return any(selection.covers(owner) for selection in self.flushed)
 
 
 @dataclass(slots=True, eq=False)
@@ -346,7 +352,8 @@ class NodeLedger:
         """Blocks that were written are held, the other slots are free. Returns how many were written."""
         written, void = [], put.slots[len(checksums) :]
         for slot, sums, owner in zip(put.slots, checksums, owners or repeat(None), strict=False):
-            if sums and slot.state is _RESERVED and self._rebill(slot, owner, size_bytes):
+            wanted = slot.state is _RESERVED and not put.is_flushed(owner or slot.billing.owner)
+            if sums and wanted and self._rebill(slot, owner, size_bytes):
                 slot.checksums = sums
                 written.append(slot)
             else:
@@ -567,6 +574,8 @@ class NodeLedger:
                 if extent is not None:
                     extents.append(extent)
                 self._drop_from_tiers(slot.key, "flushed")
+        for put in self._fetched_puts.values():
+            put.flushed.append(selection)
         erased = [Erase(extent=slot.index, epoch=slot.epoch, key=slot.key) for slot in extents]
         return FlushedBlocks(num_held=num_held, erased=tuple(erased))
 

@@ -264,6 +264,19 @@ def test_a_flush_means_puts_under_way_and_pinned_blocks_too():
     node.empty()
 
 
+def test_a_flush_means_blocks_too_that_another_node_is_sending():
+    """Whose they are is known once they have come."""
+    node = world()
+    put = node.reserve("abc", "node", fetched=True)
+    assert node.flush(tenant="t") == 0
+    assert node.commit(put.put_id, owners=[owner("t"), owner("u"), owner("t")]) == 1
+    assert node.ledger.find(key("abc", 1)) is not None
+    assert [node.ledger.find(key("abc", at)) for at in (0, 2)] == [None, None]
+    put = node.reserve("abc", "node", fetched=True)
+    assert node.commit(put.put_id, owners=[owner("t"), owner("t")]) == 2, "fetched since then"
+    node.empty()
+
+
 def test_who_reads_while_his_blocks_are_flushed_may_finish():
     node = world(2)
     node.put("ab")
