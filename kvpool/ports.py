@@ -33,8 +33,8 @@ class Directory(Protocol):
     """
 
     async def publish(self, node: WorkerIdentity, changes: DirectoryChanges) -> None:
-        """Takes one node's changes, in the order in which the node says them.
-        Those of a node without a lease are passed over.
+        """Takes one node's changes, in the order in which the node says them. Those of a node without a lease are passed
+        over, and so are blocks that a flush covers of which the node has not been told yet.
         """
 
     async def lookup(self, keys: Sequence[BlockKey]) -> Sequence[tuple[Replica, ...]]:

@@ -21,10 +21,11 @@ Replicas = tuple[Replica, ...]
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A node that has a lease, or had one whose end was not noticed yet."""
+    """A node that has a lease, or had one whose end was not noticed yet. `flushes`: so many it has been told of."""
 
     state: NodeState
     expires_s: float
+    flushes: int
     keys: dict[BlockKey, Owner] = field(default_factory=dict)
 
 
@@ -54,6 +55,8 @@ class MemoryDirectory:
             self._store(known, stored)
 
     def _store(self, node: _Node, stored: Stored) -> None:
+        if any(selection.covers(stored.owner) for selection in self._flushes[node.flushes :]):
+            return
         key, identity = stored.key, node.state.node
         replica = Replica(node=identity, tier=stored.tier, epoch=stored.epoch)
         held = self._blocks.get(key)
@@ -79,14 +82,14 @@ class MemoryDirectory:
         """See `Directory`."""
         self._drop_expired()
         expires_s = self._clock.now_s() + lease_s
-        node = self._nodes.get(state.node)
+        node, told = self._nodes.get(state.node), len(self._flushes)
         if node is None:
-            self._nodes[state.node] = _Node(state=state, expires_s=expires_s)
+            self._nodes[state.node] = _Node(state=state, expires_s=expires_s, flushes=told)
         else:
-            node.state, node.expires_s = state, expires_s
+            node.state, node.expires_s, node.flushes = state, expires_s, told
         return Renewal(
             anew=node is None,
-            flushes=len(self._flushes),
+            flushes=told,
             selections=tuple(self._flushes[flushes:]),
         )
 

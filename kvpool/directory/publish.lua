@@ -1,11 +1,13 @@
 -- Takes a node's changes.
 -- ARGV: prefix, node name, removed keys (16 bytes each), stored blocks (16 bytes of key, then tenant, scope, model, tier
--- and epoch as in a record). Nothing is taken of a node without a lease. Returns what was refused.
+-- and epoch as in a record). Nothing is taken of a node without a lease, nor a block that a flush covers which the node has yet to
+-- carry out: with its next renewal it gives it up. Returns what was refused.
 local node = redis.call('HGET', nodes, ARGV[2])
 if not node or not lives(node) then return { refused } end
 local removed, stored = ARGV[3], ARGV[4]
 local NEW = 16 + OWNER + 7
 local BATCH = 250
+local carried_out = text4(math.min(counter(prefix .. ':f:' .. node), flushes))
 
 -- Keys and records of a batch of pieces of `size` bytes.
 local function batch(text, size, first)
@@ -39,9 +41,11 @@ for first = 1, #stored / NEW, BATCH do
   for i, key in ipairs(keys) do
     local at = (first + i - 2) * NEW
     local others = string.sub(living_replicas(records[i], node), 1, (MOST - 1) * REPLICA)
-    local head = string.sub(stored, at + 17, at + 16 + OWNER) .. now
-    written[#written + 1] = key
-    written[#written + 1] = head .. others .. node .. string.sub(stored, at + 17 + OWNER, at + NEW)
+    local owner = string.sub(stored, at + 17, at + 16 + OWNER)
+    if not is_flushed(owner .. carried_out) then
+      written[#written + 1] = key
+      written[#written + 1] = owner .. now .. others .. node .. string.sub(stored, at + 17 + OWNER, at + NEW)
+    end
   end
   apply('HSET', written)
 end

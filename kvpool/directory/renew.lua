@@ -21,6 +21,7 @@ if not node or not lives(node) then
   redis.call('HSET', nodes, name, node)
 end
 redis.call('SET', prefix .. ':n:' .. node, state, 'PX', lease_ms)
+redis.call('SET', prefix .. ':f:' .. node, flushes, 'PX', lease_ms) -- it carries out all of them before it publishes anything
 if ARGV[7] == '' then
   redis.call('DEL', prefix .. ':t:' .. node)
 else

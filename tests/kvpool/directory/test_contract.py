@@ -257,8 +257,31 @@ async def test_a_flush_voids_what_it_covers_and_nothing_else(
 async def test_what_is_stored_after_a_flush_stays(world: World) -> None:
     await joined(world.directory, node())
     await world.directory.flush(Selection())
+    await joined(world.directory, node())
     await world.directory.publish(node(), changes(stored(1)))
     assert await holders(world.directory, 1) == [{"pool-0"}]
+
+
+async def test_what_a_node_says_that_has_not_heard_of_a_flush_brings_nothing_back(
+    world: World,
+) -> None:
+    """It moves a block to its disk, say; until it has given it up no other node is to fetch it."""
+    one, two = node("pool-1"), node("pool-2")
+    for identity in (one, two):
+        await joined(world.directory, identity)
+        await world.directory.publish(identity, changes(stored(1), stored(2, owner=BERT)))
+    await world.directory.flush(Selection(tenant="anna"))
+    await joined(world.directory, one)
+    moved = stored(1, tier=Tier.SSD), stored(2, owner=BERT, tier=Tier.SSD), stored(3)
+    await world.directory.publish(two, changes(*moved))
+    assert [await holders(world.directory, n) for n in (1, 3)] == [[], []]
+    assert await holders(world.directory, 2) == [{"pool-1", "pool-2"}]
+    await world.directory.publish(one, changes(stored(1)))
+    await world.directory.publish(two, changes(*moved))
+    assert await holders(world.directory, 1) == [{"pool-1"}]
+    await joined(world.directory, two)
+    await world.directory.publish(two, changes(stored(1)))
+    assert await holders(world.directory, 1) == [{"pool-1", "pool-2"}]
 
 
 async def test_a_node_is_told_of_the_flushes_that_it_missed_in_order(world: World) -> None:

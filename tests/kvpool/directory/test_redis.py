@@ -87,6 +87,7 @@ async def test_records_of_a_pool_where_no_node_renews_have_an_end(
 
 
 KEYS = ("blocks", "nodes", "flush", "flush_words", "flushes", "number", "swept")
+KEYS_OF_NODES = ("n", "t", "f")
 
 _said = {
     "worker_id": "pool-9",
@@ -118,14 +119,14 @@ RUBBISH = st.one_of(
 def lies(draw: st.DrawFn) -> tuple[str, str, bytes]:
     """A key, how it is written, and with what."""
     how = draw(st.sampled_from(["SET", "LPUSH", "HSET", "ZADD", "SADD"]))
-    return draw(st.sampled_from([*KEYS, "n", "t", "record"])), how, draw(RUBBISH)
+    return draw(st.sampled_from([*KEYS, *KEYS_OF_NODES, "record"])), how, draw(RUBBISH)
 
 
 async def _tell(redis: Redis, name: str, how: str, value: bytes, node: bytes) -> None:
     """Writes one lie; a key of another type than it needs is gone before."""
     where = f"test:pool2:{name}".encode()
     field = b"field"
-    if name in ("n", "t"):
+    if name in KEYS_OF_NODES:
         where += b":" + node
     elif name == "record":
         where, how, field = b"test:pool2:blocks", "HSET", key(2)
@@ -164,6 +165,7 @@ async def _uses(directory: RedisDirectory) -> None:
     assert set(renewal.selections) <= {Selection(tenant="anna"), Selection()}
     await directory.publish(node.node, DirectoryChanges(stored=(stored(4),), removed=(key(3),)))
     await directory.flush(Selection(tenant="anna"))
+    await directory.renew(node, 60.0, 0)
     await directory.publish(node.node, DirectoryChanges(stored=(stored(1), stored(2))))
     assert len(await directory.lookup([key(1), key(2), key(3)])) == 2, "it works again"
     await directory.retire(node.node)
@@ -199,7 +201,7 @@ async def test_whatever_lies_in_redis_is_passed_over_and_the_directory_works(
         @example([("n", "SET", b"no json")])
         @example([("t", "SET", b"[[1, 2]]"), ("flush_words", "LPUSH", b'["anna", "", 3]')])
         @example([("record", "HSET", b"x" * 27), ("record", "HSET", b"x" * 26)])
-        @example([(name, "ZADD", b"x") for name in (*KEYS, "n", "t")])
+        @example([(name, "ZADD", b"x") for name in (*KEYS, *KEYS_OF_NODES)])
         @example([("flushes", "SET", b"nan"), ("number", "SET", b"-7"), ("swept", "SET", b"x")])
         @example([("nodes", "HSET", b"too long a number")])
         def every_example(told: list[tuple[str, str, bytes]]) -> None:
