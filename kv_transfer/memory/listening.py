@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from ctypes import addressof, create_string_buffer
 from dataclasses import dataclass, replace
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Self
@@ -42,7 +43,7 @@ class Listening:
     Attributes:
         host: Its own address, without a port; empty where peers come by Unix sockets only.
         ports: Those that may be taken; None for any.
-        advertised_host: What peers are told instead of `host` where that stands for every address.
+        advertised_host: What peers are told instead of `host` where that stands for every address; without brackets.
     """
 
     host: str = ""
@@ -64,7 +65,7 @@ class Listening:
         return cls(
             host=host,
             ports=parse_ports(ports),
-            advertised_host=told if is_wildcard(address) else "",
+            advertised_host=told.strip("[]") if is_wildcard(address) else "",
         )
 
     def towards(self, connection: socket.socket) -> "Listening":
@@ -108,18 +109,22 @@ class Listening:
         return {name: value for name, value in settings.items() if f"UCX_{name}" not in os.environ}
 
     def bind(self, host: str) -> socket.socket:
-        """A TCP socket that listens at `host`, on one of the ports.
+        """A TCP socket that listens at `host`, on one of the ports. `::` stands for IPv4 addresses too, as for gRPC.
 
         Raises:
             OSError: The host is not one of this machine's, or all ports are taken.
         """
         host = host.strip("[]")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listen = partial(
+            socket.create_server,
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+        )
         if self.ports is None:
-            return socket.create_server((host, 0), family=family)
+            return listen((host, 0))
         for port in random.sample(self.ports, len(self.ports)):
             with suppress(OSError):
-                return socket.create_server((host, port), family=family)
+                return listen((host, port))
         raise OSError(
             f"none of transfer.ports ({self.ports[0]}-{self.ports[-1]}) is free at {host}"
         )

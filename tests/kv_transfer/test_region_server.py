@@ -13,6 +13,7 @@ import pytest
 
 from baton.errors import TransferError
 from kv_transfer.memory.attach import AttachToken, attach, read_reply, sign_reply
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.proof import (
     ANSWER_BYTES,
     CHALLENGE_BYTES,
@@ -275,3 +276,20 @@ def test_a_peer_cannot_leave_much_unread(gate: Gate) -> None:
 def test_a_server_on_tcp_needs_the_secret() -> None:
     with pytest.raises(ValueError, match="secret"):
         RegionServer("127.0.0.1:0", lambda *_: None)
+
+
+@pytest.mark.parametrize("told", ["[::1]:7001", "127.0.0.1:7001"])
+def test_a_server_at_every_address_is_reached_where_peers_are_told_over_ipv6_and_ipv4(
+    told: str,
+) -> None:
+    """As the gRPC port of the same process is."""
+    admission = RegionAccess(secret=SECRET, listening=Listening.at("[::]:7001", "", told))
+    try:
+        server = RegionServer("[::]:0", lambda *_: None, admission)
+    except OSError as error:
+        pytest.skip(f"no IPv6: {error}")
+    try:
+        token = AttachToken(secret=server.issue_token(), address=server.address)
+        attach(token, SECRET).connection.close()
+    finally:
+        server.close()
