@@ -1,18 +1,28 @@
 """The ucx backend between two real processes, over a Unix gate and over a TCP gate."""
 
+import os
+import queue
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
+from baton.errors import TransferError
+from baton.ids import BlockId, XferId
+from baton.pages import PageWrite
 from kv_transfer.backends.registry import BACKENDS
 from tests.kv_transfer.conformance import (
+    LAYOUT,
     Link,
     RevocableConformance,
     ShardedConformance,
 )
 from tests.kv_transfer.remote import Remote, remote
+from tests.waits import WAIT_S
 
 BACKEND = BACKENDS["ucx"]
 
@@ -29,6 +39,32 @@ def test_opening_ucx_leaves_no_settings_behind_for_others_in_the_process():
         "UcxContext(Listening()); assert dict(os.environ) == before, set(os.environ) - set(before)"
     )
     subprocess.run([sys.executable, "-c", asked], check=True, timeout=60)
+
+
+@contextmanager
+def many_descriptors() -> Iterator[None]:
+    """Those that are opened inside have numbers above 1,024."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    with ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        while held.enter_context(Path(os.devnull).open()).fileno() < 1100:
+            pass
+        yield
+
+
+def test_pages_are_sent_by_a_worker_with_thousands_of_descriptors(tmp_path: Path):
+    """It has many peers."""
+    answers: queue.SimpleQueue[TransferError | None] = queue.SimpleQueue()
+    write = PageWrite(
+        xfer_id=XferId("x"), layer_index=0, source=(BlockId(0),), target=(BlockId(1),)
+    )
+    with remote(BACKEND.name, f"unix:{tmp_path / 'gate'}") as both, many_descriptors():
+        link = both.link()
+        writer = link.sender.connect(link.receiver.handle(), LAYOUT)
+        writer.push(write, answers.put)
+        assert answers.get(timeout=WAIT_S) is None
+        writer.close()
 
 
 class TestUcxOnOneHost(RevocableConformance, ShardedConformance):

@@ -201,7 +201,11 @@ class UcxWorker:
         if in_haste and self._messages.spin(_SPIN_S):
             return
         if self._messages.arm():
-            select.select([self._messages.descriptor, *others], [], [], timeout_s)
+            # A worker with many peers has descriptors above those that `select` takes.
+            readable = select.poll()
+            for descriptor in (self._messages.descriptor, *others):
+                readable.register(descriptor, select.POLLIN)
+            readable.poll(timeout_s * 1000)
 
     def close(self) -> None:
         """Disconnects, which a dead peer does not hold up for long, and ends whatever is on its way: nothing is read or
