@@ -3,6 +3,7 @@
 An orchestrator's probes have no certificate of the cluster, so that they cannot ask over gRPC.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from baton.config.ports import port_of
 from baton.errors import ConfigError
+from baton.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -20,12 +22,25 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 2.0
 """For a request to come; each connection has a thread."""
 
+_log = get_logger(__name__)
+
 
 class _Handler(WSGIRequestHandler):
     timeout = _TIMEOUT_S
 
     def log_message(self, format: str, *args: Any) -> None:  # the library's name
         """Scrapes are not worth a line."""
+
+
+class _Server(ThreadingWSGIServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The library prints a traceback, also where a client has left, or has asked for nothing in time."""
+        del request
+        error = sys.exception()
+        if isinstance(error, OSError):
+            _log.debug("a scrape was broken off", peer=client_address[0], reason=repr(error))
+        else:
+            _log.error("a scrape failed", cause=error)
 
 
 class ScrapeServer:
@@ -52,7 +67,7 @@ class ScrapeServer:
             raise ConfigError(f"not host:port: {address!r}", param="metrics_address")
         self._metrics = make_wsgi_app(registry)
         self._probes = dict(probes or {})
-        self._server = make_server(host, port, self._answer, ThreadingWSGIServer, _Handler)
+        self._server = make_server(host, port, self._answer, _Server, _Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         self.address = f"{host}:{self._server.server_port}"

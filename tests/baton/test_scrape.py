@@ -1,6 +1,8 @@
 """Metrics of a worker over HTTP, and who keeps the server waiting."""
 
+import logging
 import socket
+import struct
 from collections.abc import Iterator
 
 import httpx
@@ -8,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from baton.telemetry.scrape import ScrapeServer
+from tests.waits import eventually
 
 TIMEOUT_S = 10
 
@@ -23,13 +26,26 @@ def server() -> Iterator[ScrapeServer]:
 
 @pytest.mark.parametrize("said", [b"", b"GET /met"])
 def test_who_does_not_ask_in_time_is_gone_and_others_are_answered(
-    server: ScrapeServer, said: bytes
+    server: ScrapeServer, said: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     host, _, port = server.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as silent:
         silent.sendall(said)
         assert "seen 1.0" in httpx.get(f"http://{server.address}/metrics").text
         assert silent.recv(1) == b""  # blocks until the server hangs up
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_who_hangs_up_without_a_word_is_not_worth_a_traceback(
+    server: ScrapeServer, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    host, _, port = server.address.rpartition(":")
+    with caplog.at_level(logging.DEBUG):
+        hasty = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+        hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        hasty.close()  # by a reset
+        eventually(lambda: "broken off" in caplog.text)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_probes_are_answered_beside_the_metrics() -> None:
