@@ -3,8 +3,11 @@
 An orchestrator's probes have no certificate of the cluster, so that they cannot ask over gRPC.
 """
 
+import io
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -25,8 +28,37 @@ _TIMEOUT_S = 2.0
 _log = get_logger(__name__)
 
 
+class _Request(io.RawIOBase):
+    """What a client sends, until its time is over: `socketserver` counts that anew with each byte."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._until_s = time.monotonic() + _TIMEOUT_S
+
+    def readable(self) -> bool:
+        """See `io`."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """See `io`."""
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the request has not come in time")
+        self._connection.settimeout(left_s)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(_TIMEOUT_S)  # for the answer
+
+
 class _Handler(WSGIRequestHandler):
     timeout = _TIMEOUT_S
+
+    def setup(self) -> None:
+        """See `socketserver`."""
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Request(self.connection))
 
     def log_message(self, format: str, *args: Any) -> None:  # the library's name
         """Scrapes are not worth a line."""

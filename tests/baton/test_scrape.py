@@ -36,6 +36,22 @@ def test_who_does_not_ask_in_time_is_gone_and_others_are_answered(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_who_asks_byte_by_byte_keeps_no_thread(server: ScrapeServer) -> None:
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=0.2) as dripping:
+
+        def is_refused() -> bool:
+            try:
+                dripping.sendall(b"G")
+                return dripping.recv(1) == b""
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+
+        eventually(is_refused)
+
+
 def test_who_hangs_up_without_a_word_is_not_worth_a_traceback(
     server: ScrapeServer, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
