@@ -65,6 +65,10 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingWSGIServer):
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """The library prints a traceback, also where a client has left, or has asked for nothing in time."""
         del request
@@ -85,7 +89,7 @@ class ScrapeServer:
 
     Raises:
         ConfigError: The address is malformed.
-        OSError: It is taken.
+        OSError: It is taken, or none of this machine's.
     """
 
     def __init__(
@@ -99,7 +103,10 @@ class ScrapeServer:
             raise ConfigError(f"not host:port: {address!r}", param="metrics_address")
         self._metrics = make_wsgi_app(registry)
         self._probes = dict(probes or {})
-        self._server = make_server(host, port, self._answer, _Server, _Handler)
+        try:
+            self._server = make_server(host.strip("[]"), port, self._answer, _Server, _Handler)
+        except OSError as error:
+            raise OSError(f"cannot bind {address} for metrics: {error}") from error
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         self.address = f"{host}:{self._server.server_port}"

@@ -64,6 +64,24 @@ def test_who_hangs_up_without_a_word_is_not_worth_a_traceback(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("address", ["[::1]:0", "[::]:0"])
+def test_metrics_are_told_over_ipv6(address: str) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6: {error}")
+    server = ScrapeServer(address, CollectorRegistry())
+    try:
+        assert httpx.get(f"http://{server.address}/metrics", trust_env=False).status_code == 200
+    finally:
+        server.close()
+
+
+def test_an_address_that_cannot_be_bound_is_named(server: ScrapeServer) -> None:
+    with pytest.raises(OSError, match=f"cannot bind {server.address} for metrics"):
+        ScrapeServer(server.address, CollectorRegistry())
+
+
 def test_probes_are_answered_beside_the_metrics() -> None:
     well = {"/live": True, "/ready": False}
     probes = {path: (lambda path=path: well[path]) for path in well}
