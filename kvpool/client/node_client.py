@@ -72,6 +72,7 @@ class GrpcPoolClient:
         self._node: pb.AttachPoolReply | None = None
         self._slab: list[Pages] | None = None
         self._attaching: asyncio.Task[None] | None = None
+        self._refused: BatonError | None = None  # as it was logged
 
     async def start(self) -> None:
         """Begins to look for the node; returns at once."""
@@ -179,7 +180,7 @@ class GrpcPoolClient:
         reply = await self._stub.Attach(request, timeout=CALL_TIMEOUT_S)
         if reply.failure.code:
             error = failure_from_proto(reply.failure)
-            _log.error("the pool refuses this worker", cause=error)
+            self._note_refusal(error)
             raise error
         size_bytes = reply.num_slots * reply.slot_bytes
         attachment = await asyncio.to_thread(
@@ -193,6 +194,13 @@ class GrpcPoolClient:
             self._on_slab(None)
             attachment.close()
 
+    def _note_refusal(self, error: BatonError) -> None:
+        """Once, and not at every attempt; figures in the text may differ."""
+        told = self._refused
+        if told is None or (told.code, told.param) != (error.code, error.param):
+            _log.error("the pool refuses this worker", reason=error.message)
+        self._refused = error
+
     def _take(self, reply: pb.AttachPoolReply, attachment: Attachment) -> None:
         self._slab = slab_layers(
             attachment.region.memoryview,
@@ -200,7 +208,7 @@ class GrpcPoolClient:
             num_slots=reply.num_slots,
             slot_bytes=reply.slot_bytes,
         )
-        self._node = reply
+        self._node, self._refused = reply, None
         self._on_slab(self._slab)
         _log.info("attached to the pool", node=str(identity_from_proto(reply.node)))
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import PoolUnavailableError
+from baton.errors import OutOfMemoryError, PoolUnavailableError
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
 from baton.rpc.channel import bind, new_server
 from baton.rpc.hello import identity_to_proto
+from baton.rpc.reports import failure_to_proto
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
 from kv_transfer.memory.pages import Pages
@@ -111,3 +112,37 @@ async def test_whoever_is_cancelled_while_asking_is(tmp_path: Path):
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
+
+
+class FullNode(pool_pb2_grpc.PoolServicer):
+    """Has no memory for its slab, each time a little less of it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def Attach(self, request, context):  # noqa: N802  # gRPC's name
+        self.asked += 1
+        error = OutOfMemoryError(f"{1000 - self.asked} bytes are available", param="memory")
+        return pb.AttachPoolReply(failure=failure_to_proto(error))
+
+
+async def test_a_node_that_refuses_a_worker_at_every_attempt_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    node = FullNode()  # type: ignore[abstract]  # nothing else is asked
+    server, address = new_server(), f"unix:{tmp_path}/node.sock"
+    pool_pb2_grpc.add_PoolServicer_to_server(node, server)
+    bind(server, address)
+    await server.start()
+    client = GrpcPoolClient(address, identity("prefill-0"), layout(), lambda _slab: None)
+    await client.start()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            while node.asked < 4:  # noqa: ASYNC110  # attempts go on
+                await asyncio.sleep(0.01)
+    finally:
+        await client.close()
+        await server.stop(0)
+    said = [one for one in caplog.records if "refuses this worker" in one.getMessage()]
+    assert len(said) == 1
+    assert said[0].exc_info is None
