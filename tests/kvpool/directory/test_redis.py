@@ -307,6 +307,24 @@ async def test_a_flush_whose_words_are_lost_drops_everything(tmp_path: Path) -> 
         assert renewal.selections == (Selection(),)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_flush_that_all_nodes_are_asked_for_at_once_succeeds_on_each(
+    kind: str, tmp_path: Path
+) -> None:
+    async with a_redis(kind, tmp_path) as url, open_redis(url, timeout_s=5.0) as redis:
+        directory, _ = directory_on(redis)
+        await directory.renew(state("pool-0"), 60.0, 0)
+        for selection in (Selection(tenant="anna"), Selection(tenant="bert"), Selection()):
+            first = await directory.flush(Selection(tenant="carl"))
+            await directory.renew(state("pool-0"), 60.0, first)
+            await directory.publish(state("pool-0").node, DirectoryChanges(stored=(stored(1),)))
+            numbers = await asyncio.gather(*(directory.flush(selection) for _ in range(24)))
+            assert min(numbers) > first
+            renewal = await directory.renew(state("pool-0"), 60.0, first)
+            assert set(renewal.selections) == {selection}
+            assert renewal.flushes == max(numbers)
+
+
 async def test_a_flush_of_too_long_a_name_is_refused_by_the_fields_name(tmp_path: Path) -> None:
     async with a_redis("fakeredis", tmp_path) as url, open_redis(url, timeout_s=5.0) as redis:
         directory, _ = directory_on(redis)
