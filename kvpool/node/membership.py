@@ -72,11 +72,7 @@ class DirectoryClient:
         try:
             if not self._reachable:
                 await self._directory.retire(state.node)  # some change may never have arrived
-            carried_out = self._flushes.flushes_carried_out
-            renewal = await self._directory.renew(state, self._lease_s, carried_out)
-            if renewal.selections:
-                self._flushes.carry_out_flushes(renewal.selections, renewal.flushes)
-            if renewal.anew:
+            if await self._prolong(state):
                 await self._tell_all(state)
             self._reachable = True
             return await self._directory.nodes()
@@ -108,12 +104,23 @@ class DirectoryClient:
         except PoolUnavailableError as error:
             self._lost(error)
 
+    async def _prolong(self, state: NodeState) -> bool:
+        """Prolongs the lease and carries out flushes of others; whether the directory knows nothing of the node."""
+        carried_out = self._flushes.flushes_carried_out
+        renewal = await self._directory.renew(state, self._lease_s, carried_out)
+        if renewal.selections:
+            self._flushes.carry_out_flushes(renewal.selections, renewal.flushes)
+        return renewal.anew
+
     async def _tell_all(self, state: NodeState) -> None:
+        """May take longer than a lease: a large node has millions of blocks."""
         while self._ledger.take_replica_changes() is not None:
             continue  # all of it stands in what is told now
         stored = iter(list(self._ledger.stored()))  # it changes while the directory is told
         while part := tuple(islice(stored, _AT_ONCE)):
             await self._directory.publish(state.node, DirectoryChanges(stored=part))
+            if await self._prolong(state):
+                raise PoolUnavailableError("the lease ended while the directory was told")
 
     def _lost(self, error: PoolUnavailableError) -> None:
         if self._reachable:

@@ -30,6 +30,7 @@ class Flaky:
     def __init__(self, directory: MemoryDirectory) -> None:
         self._directory = directory
         self.away = False
+        self.slow = lambda: None  # called by each publication
 
     def _check(self) -> MemoryDirectory:
         if self.away:
@@ -37,6 +38,7 @@ class Flaky:
         return self._directory
 
     async def publish(self, node: WorkerIdentity, changes: DirectoryChanges) -> None:
+        self.slow()
         await self._check().publish(node, changes)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> Sequence[tuple[Replica, ...]]:
@@ -58,10 +60,10 @@ class Flaky:
 class World:
     """A ledger, its registrar, and a directory that can be away."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int = 8) -> None:
         self.clock = ManualClock()
         self.directory = Flaky(MemoryDirectory(self.clock))
-        self.ledger = NodeLedger(NodeLimits(num_slots=8, slot_bytes=64), "start")
+        self.ledger = NodeLedger(NodeLimits(num_slots=num_slots, slot_bytes=64), "start")
         self.flushes_carried_out = 0
         self.registrar = DirectoryClient(self.directory, self.ledger, self, lease_s=LEASE_S)
 
@@ -124,6 +126,29 @@ async def test_a_node_whose_lease_ended_is_found_again_with_all_its_blocks() -> 
     assert await world.known(1) == []
     await world.beat()
     assert await world.known(1) == [1]
+
+
+async def test_a_lease_holds_while_the_directory_is_told_of_very_many_blocks() -> None:
+    """Each part takes almost as long as the lease."""
+    world, numbers = World(num_slots=20_000), range(1, 20_001)
+    world.put(*numbers)
+    world.directory.slow = lambda: world.clock.advance(0.9 * LEASE_S)
+    await world.beat()
+    assert [world.registrar.reachable] == [True]
+    assert len(await world.directory.nodes()) == 1
+    assert await world.known(*numbers) == list(numbers)
+
+
+async def test_a_lease_that_ends_while_the_directory_is_told_is_no_standing() -> None:
+    world = World(num_slots=20_000)
+    world.put(*range(1, 20_001))
+    world.directory.slow = lambda: world.clock.advance(LEASE_S + 1)
+    await world.beat()
+    assert [world.registrar.reachable] == [False]
+    world.directory.slow = lambda: None
+    await world.beat()
+    assert [world.registrar.reachable] == [True]
+    assert await world.known(1, 20_000) == [1, 20_000]
 
 
 async def test_flushes_of_other_nodes_are_carried_out_once() -> None:
