@@ -56,12 +56,12 @@ class DirectoryClient:
         self._ledger = ledger
         self._flushes = flushes
         self._lease_s = lease_s
-        self._reachable = False
+        self._reachable: bool | None = None  # None before it is first asked
 
     @property
     def reachable(self) -> bool:
         """Whether the directory answered when it was last asked."""
-        return self._reachable
+        return bool(self._reachable)
 
     async def renew(self, state: NodeState) -> tuple[NodeState, ...] | None:
         """Prolongs the lease, carries out flushes of others, and tells everything to a directory that knows nothing.
@@ -123,7 +123,7 @@ class DirectoryClient:
                 raise PoolUnavailableError("the lease ended while the directory was told")
 
     def _lost(self, error: PoolUnavailableError) -> None:
-        if self._reachable:
+        if self._reachable is not False:
             _log.warning(
                 "the pool's directory is away: blocks of other hosts are not found",
                 reason=str(error),

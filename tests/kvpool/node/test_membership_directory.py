@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from baton.clock import ManualClock
 from baton.errors import PoolUnavailableError
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
@@ -116,6 +118,20 @@ async def test_after_an_absence_the_directory_is_told_everything_and_nothing_old
     await world.beat()
     assert [world.registrar.reachable] == [True]
     assert await world.known(1, 2, 3, 4) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("beats", [0, 1])
+async def test_a_directory_that_is_away_is_logged_once_also_from_the_start(
+    beats: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World()
+    for _ in range(beats):
+        await world.beat()
+    world.directory.away = True
+    for _ in range(3):
+        await world.beat()
+    said = [one for one in caplog.records if "directory is away" in one.getMessage()]
+    assert len(said) == 1
 
 
 async def test_a_node_whose_lease_ended_is_found_again_with_all_its_blocks() -> None:
