@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 
 from baton.backoff import Backoff
-from baton.errors import BatonError, PoolUnavailableError
+from baton.errors import BatonError, PoolUnavailableError, TransferError
 from baton.ids import BlockKey, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.channel import open_channel
@@ -72,7 +72,7 @@ class GrpcPoolClient:
         self._node: pb.AttachPoolReply | None = None
         self._slab: list[Pages] | None = None
         self._attaching: asyncio.Task[None] | None = None
-        self._refused: BatonError | None = None  # as it was logged
+        self._unusable: BatonError | None = None  # why the node is, as it was logged
 
     async def start(self) -> None:
         """Begins to look for the node; returns at once."""
@@ -180,12 +180,16 @@ class GrpcPoolClient:
         reply = await self._stub.Attach(request, timeout=CALL_TIMEOUT_S)
         if reply.failure.code:
             error = failure_from_proto(reply.failure)
-            self._note_refusal(error)
+            self._note_unusable("the pool refuses this worker", error)
             raise error
         size_bytes = reply.num_slots * reply.slot_bytes
-        attachment = await asyncio.to_thread(
-            attach_region, reply.region_path, reply.region_token, size_bytes
-        )
+        try:
+            attachment = await asyncio.to_thread(
+                attach_region, reply.region_path, reply.region_token, size_bytes
+            )
+        except TransferError as error:
+            self._note_unusable("the pool's memory cannot be mapped", error)
+            raise
         try:
             self._take(reply, attachment)
             await _hung_up(attachment)
@@ -194,12 +198,12 @@ class GrpcPoolClient:
             self._on_slab(None)
             attachment.close()
 
-    def _note_refusal(self, error: BatonError) -> None:
+    def _note_unusable(self, what: str, error: BatonError) -> None:
         """Once, and not at every attempt; figures in the text may differ."""
-        told = self._refused
+        told = self._unusable
         if told is None or (told.code, told.param) != (error.code, error.param):
-            _log.error("the pool refuses this worker", reason=error.message)
-        self._refused = error
+            _log.error(what, reason=error.message)
+        self._unusable = error
 
     def _take(self, reply: pb.AttachPoolReply, attachment: Attachment) -> None:
         self._slab = slab_layers(
@@ -208,7 +212,7 @@ class GrpcPoolClient:
             num_slots=reply.num_slots,
             slot_bytes=reply.slot_bytes,
         )
-        self._node, self._refused = reply, None
+        self._node, self._unusable = reply, None
         self._on_slab(self._slab)
         _log.info("attached to the pool", node=str(identity_from_proto(reply.node)))
 

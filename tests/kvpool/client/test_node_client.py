@@ -1,6 +1,7 @@
 """The client of a pool node that ends while it owes an answer."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from baton.rpc.hello import identity_to_proto
 from baton.rpc.reports import failure_to_proto
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
+from baton.telemetry import logs
 from kv_transfer.memory.pages import Pages
 from kv_transfer.memory.shared_region import SharedRegion, serve_region
 from kvpool.client.node_client import GrpcPoolClient
@@ -126,23 +128,45 @@ class FullNode(pool_pb2_grpc.PoolServicer):
         return pb.AttachPoolReply(failure=failure_to_proto(error))
 
 
-async def test_a_node_that_refuses_a_worker_at_every_attempt_is_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+class DistantNode(FullNode):
+    """Its memory is served where this worker has no such path, as in another container."""
+
+    async def Attach(self, request, context):  # noqa: N802  # gRPC's name
+        self.asked += 1
+        return pb.AttachPoolReply(
+            node=identity_to_proto(identity("node")),
+            region_path="/nowhere/slab.sock",
+            region_token=bytes(32),
+            num_slots=NUM_SLOTS,
+            slot_bytes=layout().page_bytes,
+        )
+
+
+@pytest.mark.parametrize(
+    ("node", "what", "why"),
+    [
+        (FullNode, "the pool refuses this worker", "bytes are available"),
+        (DistantNode, "the pool's memory cannot be mapped", "/nowhere/slab.sock"),
+    ],
+)
+async def test_a_node_that_cannot_be_used_at_any_attempt_is_logged_once(
+    node: type[FullNode], what: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    node = FullNode()  # type: ignore[abstract]  # nothing else is asked
+    asked = node()  # nothing else is asked
     server, address = new_server(), f"unix:{tmp_path}/node.sock"
-    pool_pb2_grpc.add_PoolServicer_to_server(node, server)
+    pool_pb2_grpc.add_PoolServicer_to_server(asked, server)
     bind(server, address)
     await server.start()
     client = GrpcPoolClient(address, identity("prefill-0"), layout(), lambda _slab: None)
     await client.start()
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            while node.asked < 4:  # noqa: ASYNC110  # attempts go on
+            while asked.asked < 4:  # noqa: ASYNC110  # attempts go on
                 await asyncio.sleep(0.01)
     finally:
         await client.close()
         await server.stop(0)
-    said = [one for one in caplog.records if "refuses this worker" in one.getMessage()]
-    assert len(said) == 1
-    assert said[0].exc_info is None
+    (said,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert said.getMessage() == what
+    assert said.exc_info is None
+    assert why in logs.TextFormatter("worker").format(said)
