@@ -138,7 +138,9 @@ def available_bytes() -> int:
 
 
 def _cgroup_bytes_left() -> int:
-    """What the tightest cgroup on the way to the root leaves (v2, or v1's memory controller)."""
+    """What the tightest cgroup on the way to the root leaves (v2, or v1's memory controller). Files that were read, as a
+    model's weights were, count as used there, but give way: what is left is taken as kubelet takes it.
+    """
     left = _CGROUP_UNLIMITED
     for folder in _cgroup_folders():
         for limit_name, used_name in (
@@ -147,8 +149,19 @@ def _cgroup_bytes_left() -> int:
         ):
             limit, used = _number(folder / limit_name), _number(folder / used_name)
             if limit is not None and used is not None:
-                left = min(left, max(limit - used, 0))
+                needed = max(used - _inactive_file_bytes(folder), 0)
+                left = min(left, max(limit - needed, 0))
     return left
+
+
+def _inactive_file_bytes(folder: Path) -> int:
+    """Of a cgroup and those below it."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    stat = dict(line.split(maxsplit=1) for line in lines)
+    return int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)  # v1, v2
 
 
 def _cgroup_folders() -> list[Path]:

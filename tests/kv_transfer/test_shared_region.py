@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import OutOfMemoryError, TransferError
 from kv_transfer.memory import shared_region
-from kv_transfer.memory.shared_region import SharedRegion
+from kv_transfer.memory.shared_region import SharedRegion, available_bytes
 from tests.waits import eventually
 
 
@@ -83,3 +83,29 @@ def _resident_bytes() -> list[int]:
     """What this process has mapped in of each region."""
     told = Path("/proc/self/smaps").read_text().split("memfd:baton-kv")[1:]
     return [int(one.partition("Rss:")[2].split()[0]) * 1024 for one in told]
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({"memory.max": "1000", "memory.current": "900"}, 100),
+        ({"memory.max": "1000", "memory.current": "900", "memory.stat": "inactive_file 600"}, 700),
+        (
+            {
+                "memory.limit_in_bytes": "1000",
+                "memory.usage_in_bytes": "900",
+                "memory.stat": "inactive_file 1\ntotal_inactive_file 600",
+            },
+            700,
+        ),
+        ({"memory.max": "1000", "memory.current": "900", "memory.stat": "inactive_file 950"}, 1000),
+    ],
+)
+def test_files_that_a_cgroup_has_read_leave_their_memory_to_a_region(
+    files: dict[str, str], left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A model's weights, say, read in a container."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(shared_region, "_cgroup_folders", lambda: [tmp_path])
+    assert available_bytes() == left
