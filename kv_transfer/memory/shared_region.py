@@ -46,15 +46,19 @@ class SharedRegion:
             self._populating.start()
 
     @classmethod
-    def create(cls, size_bytes: int) -> "SharedRegion":
+    def create(cls, size_bytes: int, setting: str = "kv_cache_memory_bytes") -> "SharedRegion":
         """A new zeroed region whose memory is taken now, not at first touch.
+
+        Args:
+            size_bytes: Of the region.
+            setting: That says so.
 
         Raises:
             OutOfMemoryError: The machine or its cgroup has not got that much.
         """
         available = available_bytes()
         if size_bytes > available:
-            raise _out_of_memory(size_bytes, available)
+            raise _out_of_memory(size_bytes, available, setting)
         fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, size_bytes)
@@ -63,7 +67,7 @@ class SharedRegion:
         except OSError as error:
             os.close(fd)
             if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
-                raise _out_of_memory(size_bytes, available) from error
+                raise _out_of_memory(size_bytes, available, setting) from error
             raise
 
     @classmethod
@@ -189,11 +193,11 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _out_of_memory(asked: int, available: int) -> OutOfMemoryError:
+def _out_of_memory(asked: int, available: int, setting: str) -> OutOfMemoryError:
     return OutOfMemoryError(
-        f"KV pages of {asked} bytes ({asked / 2**30:.2f} GiB) were asked for, "
+        f"{setting}: {asked} bytes ({asked / 2**30:.2f} GiB) were asked for, "
         f"{available} bytes ({available / 2**30:.2f} GiB) are available",
-        param="kv_cache_memory_bytes",
+        param=setting,
     )
 
 

@@ -64,7 +64,7 @@ class Slab:
                 f"pool.memory_bytes is {memory_bytes}, but one block takes {slot_bytes} bytes",
                 param="pool.memory_bytes",
             )
-        self.region = SharedRegion.create(self.num_slots * slot_bytes)
+        self.region = SharedRegion.create(self.num_slots * slot_bytes, "pool.memory_bytes")
         self._server = serve_region(self.region, path)
 
     @property

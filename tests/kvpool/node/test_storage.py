@@ -28,8 +28,9 @@ def storage(folder: Path, memory_bytes: int) -> NodeStorage:
 
 
 async def test_a_slab_that_cannot_be_made_leaves_the_disk_to_the_next_try(tmp_path: Path) -> None:
-    with pytest.raises(OutOfMemoryError):
+    with pytest.raises(OutOfMemoryError, match=r"pool\.memory_bytes") as caught:
         storage(tmp_path, 1 << 60)
+    assert caught.value.param == "pool.memory_bytes"
     made = storage(tmp_path, 4 * SLOT_BYTES)
     assert made.ledger.usage().ssd_works
     await made.close()
