@@ -304,15 +304,17 @@ class NixlWriter:
         self._in_flight: deque[_Posted] = deque()
         self._give_up_at_s: float | None = None
         self._lost = False
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kv-pusher", daemon=True)
         self._thread.start()
 
     def push(self, write: PageWrite, done: Done) -> None:
         """Queues a write; `done` is called from the writer's thread."""
-        if self._lost:
-            done(UnreachableError("the peer's memory has been let go"))
-            return
-        self._jobs.put((write, done))
+        with self._lock:
+            if not self._lost:
+                self._jobs.put((write, done))
+                return
+        done(UnreachableError("the peer's memory has been let go"))
 
     def close(self) -> None:
         """Waits until everything queued is written, for a few seconds at most,
@@ -324,12 +326,12 @@ class NixlWriter:
     def _run(self) -> None:
         while not self._lost and self._serve_once():
             pass
-        self._lost = True
+        with self._lock:
+            self._lost = True  # nothing is queued from here on
         self._await_in_flight()
         self._fail_all()
         self._pages.forget_peer()
         self._connection.close()
-        self._fail_all()  # Whatever was queued while the peer was being forgotten.
 
     def _serve_once(self) -> bool:
         """One job or one look at what is on its way; False once closed and nothing is."""
