@@ -179,6 +179,10 @@ class Statements:
         selection = Selection(tenant=said.tenant, scope=said.scope, model=said.model)
         return Flush(number=opened.sealed_ms, previous=said.previous, selection=selection)
 
+    def is_ahead(self, number: int) -> bool:
+        """Whether no flush up to now can have this number."""
+        return number > self._flushes.now_ms() + _MAX_SKEW_MS
+
     def _of(self, node: WorkerIdentity) -> str:
         return f"{self._prefix} {node.worker_id}@{node.incarnation:x}"
 

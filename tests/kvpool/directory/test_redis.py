@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -292,8 +293,33 @@ async def test_a_directory_that_lost_its_memory_makes_no_node_skip_a_flush(tmp_p
         renewal = await directory.renew(state("pool-0"), 60.0, carried_out)
         assert renewal.selections == (Selection(tenant="bert"),)
         started_again, _ = directory_on(redis)
+        _set_clock(started_again, ahead_s=700.0)
         renewal = await started_again.renew(state("pool-0"), 60.0, carried_out + 600_000)
         assert renewal.selections == (), "clocks do not differ by so much: these are old"
+
+
+async def test_a_node_whose_clock_was_ahead_at_a_flush_skips_none_once_it_is_right(
+    tmp_path: Path,
+) -> None:
+    async with a_redis("fakeredis", tmp_path) as url, open_redis(url, timeout_s=5.0) as redis:
+        ahead, _ = directory_on(redis)
+        _set_clock(ahead, ahead_s=86400.0)
+        await ahead.flush(Selection(tenant="anna"))
+        carried_out = (await ahead.renew(state("pool-0"), 60.0, 0)).flushes
+        _set_clock(ahead, ahead_s=0.0)
+        other, _ = directory_on(redis)
+        await other.flush(Selection(tenant="bert"))
+        renewal = await ahead.renew(state("pool-0"), 60.0, carried_out)
+        assert renewal.selections == (Selection(tenant="bert"),)
+        renewal = await ahead.renew(state("pool-0"), 60.0, renewal.flushes)
+        assert renewal.selections == ()
+
+
+def _set_clock(directory: RedisDirectory, *, ahead_s: float) -> None:
+    """Has all that a directory seals and opens go by a clock that is so far ahead."""
+    statements = directory._statements
+    for seal in (statements._states, statements._parts, statements._flushes):
+        seal._wall_s = lambda: time.time() + ahead_s
 
 
 async def test_a_flush_whose_words_are_lost_drops_everything(tmp_path: Path) -> None:
