@@ -28,11 +28,6 @@ class ReloadMetrics:
             registry=registry,
         )
         self._tenants = Gauge("baton_tenants", "Tenants described.", registry=registry)
-        self._stale = Gauge(
-            "baton_tenants_stale",
-            "1 while the tenants document is wrong or cannot be read, and the last good one holds.",
-            registry=registry,
-        )
 
     def reloaded(self, num_tenants: int) -> None:
         """A document was taken over."""
@@ -42,10 +37,6 @@ class ReloadMetrics:
     def failed(self) -> None:
         """A look failed."""
         self._failures.inc()
-
-    def stale(self, is_stale: bool) -> None:
-        """Whether what holds is older than what there is to be read."""
-        self._stale.set(is_stale)
 
 
 class TenantReloader:
@@ -74,34 +65,24 @@ class TenantReloader:
         self._pause_s = pause_s
         self._slo_classes = slo_classes
         self._answered = True
-        self._is_wrong = False
-        """The document that was found last; its source says so once."""
+        self._turn = asyncio.Lock()
 
     async def load(self) -> bool:
-        """Takes over what is new; whether anything was.
+        """Takes over what is new; whether anything was. Of several at once each waits for the one before: an older
+        document that takes longer to read never replaces a newer one.
 
         Raises:
             ConfigError: The document is wrong.
             UnavailableError: Redis gives no answer.
         """
-        try:
-            loaded = await self._take_over()
-        except BatonError as error:
-            self._is_wrong = self._is_wrong or isinstance(error, ConfigError)
-            self._metrics.stale(True)
-            raise
-        self._is_wrong = self._is_wrong and not loaded
-        self._metrics.stale(self._is_wrong)
-        return loaded
-
-    async def _take_over(self) -> bool:
-        edition = await self._source.next_edition()
-        if edition is None:
-            return False
-        register = await asyncio.to_thread(
-            self._directory.register_of, edition.document, edition.key_files.__getitem__
-        )
-        self._directory.replace(register)
+        async with self._turn:
+            edition = await self._source.next_edition()
+            if edition is None:
+                return False
+            register = await asyncio.to_thread(
+                self._directory.register_of, edition.document, edition.key_files.__getitem__
+            )
+            self._directory.replace(register)
         self._metrics.reloaded(len(register.tenants))
         self._say(edition)
         return True

@@ -1,5 +1,6 @@
 """The tenants document is followed while serving; a bad one changes nothing and is counted."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,11 +13,13 @@ from baton.errors import AuthenticationError, ConfigError, UnavailableError
 from baton.redis_link import RefusedValues, open_redis
 from baton.telemetry.metrics import new_registry
 from router.tenants.directory import TenantDirectory
+from router.tenants.document import parse
 from router.tenants.keys import hash_key
 from router.tenants.reload import ReloadMetrics, TenantReloader
-from router.tenants.sources import FileSource, RedisSource, TenantSource, publish
+from router.tenants.sources import Edition, FileSource, RedisSource, TenantSource, publish
 from tests.redis_servers import KINDS, a_redis, no_refusals
 from tests.router.tenants.test_web_tokens import jwks, token
+from tests.waits import soon
 
 
 def document(*keys: str) -> str:
@@ -129,6 +132,26 @@ async def test_a_key_file_beside_it_is_followed_as_well(path):
     _write(path.parent / "j", jwks("k2"), 2)
     assert await world.reloader.look()
     assert [world.lets_in(token(name)) for name in ("k1", "k2")] == [False, True]
+
+
+async def test_a_document_that_takes_long_to_read_does_not_replace_a_later_one():
+    editions = [Edition(document=parse(document(key), "x"), key_files={}) for key in ("one", "two")]
+    read = asyncio.Event()
+
+    class Source:
+        async def next_edition(self) -> Edition:
+            edition = editions.pop(0)
+            if editions:
+                await read.wait()
+            return edition
+
+    world = World(Source())
+    looks = [asyncio.create_task(world.reloader.look()) for _ in range(2)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    read.set()
+    assert await soon(asyncio.gather(*looks)) == [True, True]
+    assert [world.lets_in(key) for key in ("one", "two")] == [False, True]
 
 
 async def test_a_class_that_nobody_configured_is_said(path, caplog):
