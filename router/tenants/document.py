@@ -102,10 +102,14 @@ def parse(text: str, source: str) -> TenantsDocument:
         source: How errors name it: a path, or a key of Redis.
 
     Raises:
-        ConfigError: It is not YAML, or something in it is unknown, of the wrong type, out of range or there twice.
+        ConfigError: It is empty, as a file whose writer failed, or not YAML, or something in it is unknown, of the
+            wrong type, out of range or there twice.
     """
     try:
-        document = msgspec.convert(read_yaml(text) or {}, TenantsDocument)
+        content = read_yaml(text)
+        if content is None:
+            raise ConfigError(f"{source}: empty; a document without tenants says `tenants: []`")
+        document = msgspec.convert(content, TenantsDocument)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: {_yaml_problem(error)}") from error
     except msgspec.ValidationError as error:

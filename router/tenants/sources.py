@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
+_SETTLING_S = 0.5
+_SETTLING_LOOKS = 20
 _DOCUMENT = "tenants:document"
 
 
@@ -60,13 +62,28 @@ class FileSource:
         self._digest = b""
 
     async def next_edition(self) -> Edition | None:
-        """See `TenantSource`. Looks at sizes and times first, and reads only when they are others."""
-        return await asyncio.to_thread(self._next_edition)
-
-    def _next_edition(self) -> Edition | None:
-        seen = tuple(_state(path) for path in (self._path, *self._key_paths.values()))
+        """See `TenantSource`. Looks at sizes and times first, and reads only when they are others. Who writes in place
+        empties the file first: after the first time it is read once it has stood still.
+        """
+        seen = await asyncio.to_thread(self._states)
         if seen == self._seen:
             return None
+        if self._seen is not None:
+            seen = await self._settled(seen)
+        return await asyncio.to_thread(self._read_edition, seen)
+
+    def _states(self) -> tuple[object, ...]:
+        return tuple(_state(path) for path in (self._path, *self._key_paths.values()))
+
+    async def _settled(self, seen: tuple[object, ...]) -> tuple[object, ...]:
+        for _ in range(_SETTLING_LOOKS):
+            await asyncio.sleep(_SETTLING_S)
+            before, seen = seen, await asyncio.to_thread(self._states)
+            if seen == before:
+                return seen
+        raise ConfigError(f"{self._path}: it, or a key file that it names, changes all the time")
+
+    def _read_edition(self, seen: tuple[object, ...]) -> Edition | None:
         self._seen = seen
         before, self._digest = self._digest, b""  # after a wrong one the last good one is new again
         text = _read(self._path)
@@ -108,7 +125,7 @@ class RedisSource:
         self._seen = sealed[: HEAD_BYTES + 1]
         source = f"redis: {self._key}"
         if not sealed and not self._sealed_ms:
-            return await asyncio.to_thread(_edition, "", source)
+            return Edition(document=TenantsDocument(), key_files={})
         try:
             opened = self._seal.open(self._key, sealed, MAX_DOCUMENT_BYTES)
             if opened.sealed_ms < self._sealed_ms:

@@ -34,7 +34,7 @@ def test_where_there_are_keys_nobody_else_comes_in(credential: str | None):
     for made in (
         TenantDirectory(["k"]),
         TenantDirectory(described=True),
-        directory(""),
+        directory("{}"),
         directory("tenants: [{id: a}]"),
         directory(JWT),
     ):

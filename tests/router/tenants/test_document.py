@@ -70,8 +70,15 @@ def test_metrics_are_labelled_by_class_unless_the_operator_wants_tenants():
     assert _tenant("{metrics_label: tenant, tenants: [{id: a}]}").tenant_class == "a"
 
 
-def test_an_empty_document_describes_nobody():
-    assert parse("", "tenants.yaml").tenants == ()
+@pytest.mark.parametrize("text", ["tenants: []", "{}"])
+def test_a_document_may_describe_nobody(text):
+    assert parse(text, "tenants.yaml").tenants == ()
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# tenants of the cluster\n"])
+def test_an_empty_document_is_refused(text):
+    with pytest.raises(ConfigError, match=r"tenants\.yaml: empty; .*tenants: \[\]"):
+        parse(text, "tenants.yaml")
 
 
 @pytest.mark.parametrize(

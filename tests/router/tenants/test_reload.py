@@ -86,7 +86,46 @@ async def test_a_file_that_was_only_touched_is_not_taken_over_again(path):
     assert world.registry.get_sample_value("baton_tenants_reloads_total") == 1
 
 
-@pytest.mark.parametrize("bad", ["tenants: {", "tenants: [{id: a, weight: -1}]", None])
+async def test_a_file_that_is_written_in_place_is_read_once_it_stands_still(path, monkeypatch):
+    _write(path, document("one"), 1)
+    world = World(FileSource(path))
+    await world.reloader.look()
+    whole = "tenants:\n" + "".join(
+        f"  - {{id: {name}, keys: ['{hash_key(key)}']}}\n"
+        for name, key in (("other", "two"), ("acme", "one"))
+    )
+    parts = ["", whole[: whole.index("  - {id: acme")], whole]
+
+    async def pause(_seconds: float) -> None:
+        if parts:
+            _write(path, parts.pop(0), 10 - len(parts))
+            assert world.lets_in("one")
+
+    monkeypatch.setattr("router.tenants.sources.asyncio.sleep", pause)
+    os.utime(path, ns=(2, 2))  # its writer has begun
+    assert await soon(world.reloader.look())
+    assert not parts
+    assert world.lets_in("one")
+    assert len(world.directory.tenants) == 2
+
+
+async def test_a_file_that_never_stands_still_is_not_read(path, monkeypatch):
+    _write(path, document("one"), 1)
+    world = World(FileSource(path))
+    await world.reloader.look()
+    times = iter(range(2, 100))
+
+    async def pause(_seconds: float) -> None:
+        _write(path, document("two"), next(times))
+
+    monkeypatch.setattr("router.tenants.sources.asyncio.sleep", pause)
+    _write(path, document("two"), next(times))
+    with pytest.raises(ConfigError, match=r"tenants\.yaml: .* changes all the time"):
+        await soon(world.reloader.load())
+    assert world.lets_in("one")
+
+
+@pytest.mark.parametrize("bad", ["", "tenants: {", "tenants: [{id: a, weight: -1}]", None])
 async def test_a_bad_file_keeps_what_was_and_is_counted_once(path, bad, caplog):
     _write(path, document("one"), 1)
     world = World(FileSource(path))
