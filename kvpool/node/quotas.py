@@ -201,18 +201,19 @@ class QuotaKeeper:
         self._source = source
         self._allow = allow
         self._pause_s = pause_s
-        self._answered = True
+        self._fault = ""
 
     async def look(self) -> bool:
         """Takes over what is new; whether anything was. Raises nothing that an operator can cause."""
         try:
             allowances = await self._source.next()
         except BatonError as error:
-            if self._answered or isinstance(error, ConfigError):
+            fault = error.message if isinstance(error, ConfigError) else "no answer"
+            if fault != self._fault:
                 _log.warning("what tenants may keep in the pool stays as it was", why=error.message)
-            self._answered = isinstance(error, ConfigError)
+            self._fault = fault
             return False
-        self._answered = True
+        self._fault = ""
         if allowances is None:
             return False
         self._allow(allowances)

@@ -66,36 +66,47 @@ class TenantReloader:
         self._slo_classes = slo_classes
         self._answered = True
         self._turn = asyncio.Lock()
+        self._wrong: ConfigError | None = None
+        """What is wrong with the last document; None for nothing."""
 
     async def load(self) -> bool:
         """Takes over what is new; whether anything was. Of several at once each waits for the one before: an older
         document that takes longer to read never replaces a newer one.
 
         Raises:
-            ConfigError: The document is wrong.
+            ConfigError: The document is wrong, also one that was found to be so before.
             UnavailableError: Redis gives no answer.
         """
         async with self._turn:
-            edition = await self._source.next_edition()
-            if edition is None:
-                return False
-            register = await asyncio.to_thread(
-                self._directory.register_of, edition.document, edition.key_files.__getitem__
-            )
+            try:
+                edition = await self._source.next_edition()
+                if edition is None:
+                    if self._wrong is not None:
+                        raise ConfigError(self._wrong.message, param=self._wrong.param)
+                    return False
+                register = await asyncio.to_thread(
+                    self._directory.register_of, edition.document, edition.key_files.__getitem__
+                )
+            except ConfigError as error:
+                self._wrong = error
+                raise
+            self._wrong = None
             self._directory.replace(register)
         self._metrics.reloaded(len(register.tenants))
         self._say(edition)
         return True
 
     async def look(self) -> bool:
-        """The same, but what is wrong is only said and counted."""
+        """The same, but what is wrong is only said and counted, and that once."""
+        known = self._wrong
         try:
             loaded = await self.load()
         except ConfigError as error:
-            self._metrics.failed()
-            _log.warning(
-                "the tenants document is wrong, the last good one holds", why=error.message
-            )
+            if known is None or known.message != error.message:
+                self._metrics.failed()
+                _log.warning(
+                    "the tenants document is wrong, the last good one holds", why=error.message
+                )
             return False
         except BatonError as error:
             self._metrics.failed()

@@ -43,7 +43,8 @@ class TenantSource(Protocol):
         """What is there, if it is other than the last time; None if it is the same.
 
         Raises:
-            ConfigError: It cannot be read, or is wrong. Said once; until it changes again the answer is None.
+            ConfigError: It cannot be read, which is tried again the next time; or it is wrong: until it changes again the
+                answer is None.
             UnavailableError: Redis gives no answer.
         """
 
@@ -84,16 +85,18 @@ class FileSource:
         raise ConfigError(f"{self._path}: it, or a key file that it names, changes all the time")
 
     def _read_edition(self, seen: tuple[object, ...]) -> Edition | None:
-        self._seen = seen
-        before, self._digest = self._digest, b""  # after a wrong one the last good one is new again
+        held, self._digest = self._digest, b""
+        self._seen = ()  # what cannot be read is tried again
         text = _read(self._path)
-        document = parse(text, str(self._path))
+        try:
+            document = parse(text, str(self._path))
+        except ConfigError:
+            self._seen = seen
+            raise
         self._key_paths = {name: self._path.parent / name for name in _key_files(document)}
         key_files = {name: _read(path) for name, path in self._key_paths.items()}
-        self._digest = _digest(text, *key_files.values())
-        if self._digest == before:
-            return None
-        return Edition(document=document, key_files=key_files)
+        self._seen, self._digest = seen, _digest(text, *key_files.values())
+        return None if self._digest == held else Edition(document=document, key_files=key_files)
 
 
 class RedisSource:
@@ -180,7 +183,7 @@ def _state(path: Path) -> tuple[int, ...] | None:
     """What changes when the file is written to or replaced; None if there is no file."""
     try:
         found = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):
         return None
     return (found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev)
 
@@ -194,6 +197,8 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text") from error
+    except ValueError as error:  # a NUL in its name
+        raise ConfigError(f"{str(path)!r}: {error}") from error
 
 
 def _digest(*texts: str) -> bytes:

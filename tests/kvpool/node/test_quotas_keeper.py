@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, UnavailableError
 from kvpool.messages import Allowance
 from kvpool.node.quotas import QuotaKeeper
 from tests.kvpool.nodes_world import LAYOUT, Node, Worker, pool_config, until
@@ -33,6 +33,14 @@ async def test_what_is_wrong_changes_nothing_and_what_is_new_is_obeyed():
     keeper = QuotaKeeper(Said(SMALL, None, ConfigError("wrong"), {}), obeyed.append, pause_s=1.0)
     assert [await keeper.look() for _ in range(4)] == [True, False, False, True]
     assert obeyed == [SMALL, {}]
+
+
+async def test_a_fault_that_stays_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    wrong, away = ConfigError("wrong"), UnavailableError("away")
+    keeper = QuotaKeeper(Said(wrong, wrong, away, away, None, wrong), lambda _: None, pause_s=1.0)
+    for _ in range(6):
+        assert not await keeper.look()
+    assert caplog.text.count("stays as it was") == 3
 
 
 @pytest.fixture

@@ -101,6 +101,8 @@ async def test_a_reload_is_done_at_once_or_says_what_is_wrong(tmp_path):
         reply = await client.post("/admin/reload", headers=OPERATOR)
         assert reply.status_code == 400
         assert "tenants[0].weight" in reply.json()["error"]["message"]
+        again = await client.post("/admin/reload", headers=OPERATOR)
+        assert (again.status_code, again.json()) == (400, reply.json())
         assert [tenant.tenant_id for tenant in tenancy.directory.tenants] == ["other"]
 
 

@@ -155,6 +155,61 @@ async def test_the_last_good_document_is_new_again_after_a_bad_one(path):
     assert not world.is_stale()
 
 
+@pytest.mark.parametrize("unreadable", ["t.yaml", "jwks.json"])
+async def test_what_cannot_be_read_for_a_moment_is_read_once_it_can(
+    tmp_path, monkeypatch, unreadable
+):
+    issuer = "{issuer: 'https://login.example', audience: baton, algorithms: [ES256], jwks_file: jwks.json}"
+    path, key = tmp_path / "t.yaml", hash_key("two")
+    _write(path, document("one"), 1)
+    _write(tmp_path / "jwks.json", jwks("k1"), 1)
+    world = World(FileSource(path))
+    await world.reloader.look()
+    _write(path, f"{{tenants: [{{id: acme, keys: ['{key}']}}], jwt: [{issuer}]}}", 2)
+    read = Path.read_text
+
+    def fail(self: Path, encoding: str) -> str:
+        if self.name == unreadable:
+            raise PermissionError(13, "Permission denied")
+        return read(self, encoding=encoding)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", fail)
+        for _ in range(3):
+            assert not await world.reloader.look()
+    assert world.failures() == 1
+    assert await world.reloader.look(), "as after a chmod, which changes neither time nor size"
+    assert [world.lets_in(key) for key in ("one", "two", token("k1"))] == [False, True, True]
+
+
+async def test_what_was_found_wrong_before_is_the_answer_to_who_has_it_read(path):
+    _write(path, document("one"), 1)
+    world = World(FileSource(path))
+    await world.reloader.look()
+    jwt = "jwt: [{issuer: i, audience: b, jwks_file: j}]"
+    _write(path.parent / "j", "no keys", 1)
+    for number, wrong in enumerate(("tenants: [{id: ''}]", jwt), start=2):
+        _write(path, wrong, number)
+        assert not await world.reloader.look()
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"tenants\[0\]\.id|keys of issuer i"):
+                await world.reloader.load()
+    _write(path, document("one"), 4)
+    assert await world.reloader.load(), "what holds is in order again"
+    assert not await world.reloader.load()
+    assert world.failures() == 2
+
+
+async def test_a_key_file_whose_name_can_be_none_is_refused(path):
+    _write(path, document("one"), 1)
+    world = World(FileSource(path))
+    await world.reloader.look()
+    _write(path, 'jwt: [{issuer: i, audience: b, jwks_file: "a\\0b"}]', 2)
+    assert not await world.reloader.look()
+    with pytest.raises(ConfigError, match=r"a\\x00b.*embedded null"):
+        await world.reloader.load()
+
+
 async def test_a_first_document_that_is_wrong_ends_the_start(path):
     _write(path, "tenants: 5", 1)
     with pytest.raises(ConfigError, match=str(path)):
