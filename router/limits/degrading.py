@@ -1,11 +1,14 @@
 """Shared limits that never cost an outage: where Redis gives no answer, each router gives out its part of every limit.
 
+What left meanwhile is told when Redis answers again: its places would else stay taken for a lease.
 Known routers are those that Redis last knew of, and at least as many as configured. While degraded the sum over all of
 them stays within the limits as long as that number is right; a concurrency cap below it lets each have one.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -25,6 +28,7 @@ _ASK_AGAIN = BreakerPolicy(
     min_failures=1, failure_share=0.0, pause_s=1.0, max_pause_s=5.0, trial_timeout_s=5.0
 )
 _RENEWALS_PER_LEASE = 3
+_AWAY_S = 0.5
 _REDIS = "redis"
 """What the circuit to Redis is called in a story."""
 _Answer = TypeVar("_Answer")
@@ -55,6 +59,15 @@ class LimitMetrics:
         self._alone.inc()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Left:
+    """A request that left at `at_s`, of which Redis is still to be told."""
+
+    tenant: Tenant
+    used_tokens: int
+    at_s: float
+
+
 class DegradingLimiter:
     """A `Limiter` that asks Redis, and this router's own counts when there is no answer.
 
@@ -82,12 +95,16 @@ class DegradingLimiter:
         self._clock = clock
         self._router_id = router_id
         self._least_routers = routers
+        self._lease_s = lease_s
         self._pause_s = lease_s / _RENEWALS_PER_LEASE
         self._metrics = metrics
         self._story = StoryLog("shared limits")
         self._breaker = Breaker(_ASK_AGAIN, name=_REDIS, story=self._story)
         self._answered = True
+        self._turned = asyncio.Event()
+        """Redis gives no answer any more, or answers again."""
         self._held: dict[Tenant, set[GrantId]] = {}
+        self._left: dict[GrantId, _Left] = {}
 
     @property
     def degraded(self) -> bool:
@@ -133,7 +150,9 @@ class DegradingLimiter:
         held.remove(grant)
         if not held:
             del self._held[tenant]
-        await self._ask(lambda: self._shared.leave(tenant, grant, used_tokens))
+        left = _Left(tenant=tenant, used_tokens=used_tokens, at_s=self._clock.now_s())
+        if not await self._told(grant, left):
+            self._left[grant] = left
 
     async def usage(self, tenant: Tenant) -> LimitUsage:
         """See `Limiter`."""
@@ -146,11 +165,16 @@ class DegradingLimiter:
         return tuple(sorted(told, key=lambda entry: entry.at_s))
 
     async def run(self) -> None:
-        """Renews what this router holds in Redis and counts the routers, until cancelled."""
+        """Renews what this router holds in Redis and counts the routers, until cancelled. While there is no answer it
+        asks more often, so that no request is the one that finds Redis back, and places that are free taken.
+        """
         try:
             while True:
+                self._turned.clear()
                 await self.renew()
-                await asyncio.sleep(self._pause_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._pause_s if self._answered else _AWAY_S):
+                        await self._turned.wait()
         finally:
             await self._ask(lambda: self._shared.count_routers(self._router_id, leaving=True))
 
@@ -160,7 +184,31 @@ class DegradingLimiter:
         if routers is not None:
             self._local.ledger.share = 1 / max(routers, self._least_routers)
         for tenant, grants in list(self._held.items()):
-            await self._ask(partial(self._shared.renew, tenant, tuple(grants)))
+            renewed = tuple(grants)
+            await self._ask(partial(self._shared.renew, tenant, renewed))
+            # Over another connection Redis may have heard before that one has left.
+            gone = _Left(tenant=tenant, used_tokens=0, at_s=self._clock.now_s())
+            for grant in set(renewed).difference(self._held.get(tenant, ())):
+                self._left.setdefault(grant, gone)
+        await self._tell_left()
+
+    async def _tell_left(self) -> None:
+        """Tells Redis of those that left and that it may still hold, as far as it answers."""
+        for grant, left in list(self._left.items()):
+            held = self._clock.now_s() - left.at_s < self._lease_s
+            if held and not await self._told(grant, left):
+                return
+            self._left.pop(grant)
+            self._shared.forget(grant)
+
+    async def _told(self, grant: GrantId, left: _Left) -> bool:
+        """Whether Redis has heard that this one left."""
+
+        async def leave() -> bool:
+            await self._shared.leave(left.tenant, grant, left.used_tokens)
+            return True
+
+        return await self._ask(leave) is not None
 
     async def _ask(self, question: Callable[[], Awaitable[_Answer]]) -> _Answer | None:
         """Redis' answer, or None. After a fault it is left alone for a moment."""
@@ -175,6 +223,7 @@ class DegradingLimiter:
             self._metrics.degraded(True)
             if self._answered:
                 _log.warning("limits are this router's own for now", why=error.message)
+                self._turned.set()
             self._answered = False
             return None
         except BaseException:
@@ -184,5 +233,6 @@ class DegradingLimiter:
         self._metrics.degraded(False)
         if not self._answered:
             _log.info("limits hold over all routers again")
+            self._turned.set()
         self._answered = True
         return answer

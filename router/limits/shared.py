@@ -85,9 +85,13 @@ class RedisLimiter:
         return decision
 
     async def leave(self, tenant: Tenant, grant: GrantId, used_tokens: int) -> None:
-        """See `Limiter`."""
-        charged = self._charged.pop(grant, 0)
-        await self._run("leave", tenant, grant, charged - used_tokens)
+        """See `Limiter`. Without an answer it may be said again."""
+        await self._run("leave", tenant, grant, self._charged.get(grant, 0) - used_tokens)
+        self.forget(grant)
+
+    def forget(self, grant: GrantId) -> None:
+        """It has left, and Redis is not told of it any more."""
+        self._charged.pop(grant, None)
 
     async def usage(self, tenant: Tenant) -> LimitUsage:
         """See `Limiter`."""

@@ -1,5 +1,6 @@
 """Redis away is never an outage: each router gives out its part, and the sum over all of them holds."""
 
+import asyncio
 import contextlib
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +16,7 @@ from router.limits.ports import GrantId, LimitGranted, LimitRefused
 from router.tenants.tenant import Tenant
 from tests.redis_servers import REDIS_SERVER, no_refusals, real_redis
 from tests.router.limits.test_contract import grant, tenant
+from tests.waits import soon
 
 
 class Shared(LocalLimiter):
@@ -25,11 +27,16 @@ class Shared(LocalLimiter):
         self.away = False
         self.asked = 0
         self.routers: set[str] = set()
+        self.forgotten: list[GrantId] = []
+        self.answered = asyncio.Event()
+        self.renewing: tuple[asyncio.Event, asyncio.Event] | None = None
+        """Is set when a renewal is asked for, and has it go on."""
 
     def _answer(self) -> None:
         self.asked += 1
         if self.away:
             raise UnavailableError("away")
+        self.answered.set()
 
     async def enter(self, tenant: Tenant, grant: GrantId) -> LimitGranted | LimitRefused:
         self._answer()
@@ -45,8 +52,15 @@ class Shared(LocalLimiter):
         self._answer()
         await super().leave(tenant, grant, used_tokens)
 
+    def forget(self, grant: GrantId) -> None:
+        self.forgotten.append(grant)
+
     async def renew(self, tenant: Tenant, grants: Iterable[GrantId]) -> None:
         self._answer()
+        if self.renewing is not None:
+            begun, goes_on = self.renewing
+            begun.set()
+            await goes_on.wait()
         for held in grants:
             self.ledger.hold(tenant, held)
 
@@ -145,6 +159,64 @@ async def test_when_redis_is_back_the_limits_are_whole_again():
     assert world.metric("baton_limits_degraded") == 0
     await world.limiters[0].leave(asks, grant(0), 0)
     assert isinstance(await world.limiters[1].enter(asks, grant(99)), LimitGranted)
+
+
+async def test_what_left_while_redis_was_away_takes_no_place_there():
+    world, asks = World(2), tenant(max_concurrency=4, tokens_per_minute=1, token_burst=100)
+    for n in range(4):
+        await world.limiters[0].enter(asks, grant(n))
+        await world.limiters[0].charge(asks, grant(n), 25)
+    world.shared.away = True
+    for n in range(4):
+        await world.limiters[0].leave(asks, grant(n), 1)
+    world.shared.away = False
+    world.clock.advance(1.0)
+    await world.limiters[0].renew()
+    usage = await world.limiters[1].usage(asks)
+    assert usage.in_flight == 0
+    assert usage.levels.tokens is not None
+    assert 96 <= usage.levels.tokens.remaining < 97
+    asked = world.shared.asked
+    await world.limiters[0].renew()
+    assert world.shared.asked == asked + 1, "each is told once"
+
+
+async def test_of_what_left_longer_ago_than_a_lease_nothing_is_told_or_kept():
+    world, asks = World(1), tenant(max_concurrency=4)
+    await world.limiters[0].enter(asks, grant(0))
+    world.shared.away = True
+    await world.limiters[0].leave(asks, grant(0), 0)
+    world.clock.advance(30.0)
+    await world.limiters[0].renew()
+    assert world.shared.forgotten == [grant(0)]
+
+
+async def test_what_leaves_while_it_is_renewed_takes_no_place():
+    world, asks = World(2), tenant(max_concurrency=1)
+    await world.limiters[0].enter(asks, grant(0))
+    begun, goes_on = world.shared.renewing = asyncio.Event(), asyncio.Event()
+    renewal = asyncio.create_task(world.limiters[0].renew())
+    await soon(begun.wait())
+    await soon(world.limiters[0].leave(asks, grant(0), 0))
+    goes_on.set()
+    await soon(renewal)
+    assert isinstance(await world.limiters[1].enter(asks, grant(1)), LimitGranted)
+
+
+async def test_that_redis_is_back_is_found_without_a_request():
+    world, asks = World(2), tenant(max_concurrency=1)
+    running = asyncio.create_task(world.limiters[0].run())
+    await soon(world.shared.answered.wait())
+    await world.limiters[0].enter(asks, grant(0))
+    world.shared.away = True
+    await world.limiters[0].leave(asks, grant(0), 0)
+    world.shared.away = False
+    world.clock.advance(1.0)
+    world.shared.answered.clear()
+    await soon(world.shared.answered.wait())
+    assert isinstance(await world.limiters[1].enter(asks, grant(1)), LimitGranted)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_places_taken_with_redis_count_when_it_goes_away():
