@@ -6,7 +6,7 @@ workers with others refuse each other's pages, and no block of one has a key of 
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -64,6 +64,28 @@ def check_ranks(adapters: Iterable[Adapter], max_rank: int) -> None:
         if adapter.rank > max_rank:
             why = f"its rank is {adapter.rank}, engine.vllm.max_lora_rank is {max_rank}"
             raise refusal(adapter.name, why)
+
+
+def num_held(adapters: Collection[Adapter], settings: Mapping[str, object]) -> int:
+    """How many vLLM is to hold in memory: all of them. One that it gave up it would read again when it is asked for, of
+    files that may be others by then, or gone: wrong answers under the same fingerprint, or the worker's end.
+
+    Args:
+        adapters: All.
+        settings: Of vLLM.
+
+    Raises:
+        ConfigError: `max_cpu_loras` is lower.
+    """
+    given, at_once = settings.get("max_cpu_loras"), settings.get("max_loras")
+    least = max(len(adapters), at_once if isinstance(at_once, int) else 1)
+    if given is None:
+        return least
+    if not isinstance(given, int) or given < len(adapters):
+        path = "engine.vllm.max_cpu_loras"
+        why = f"is {given!r}, and all {len(adapters)} adapters are held"
+        raise ConfigError(f"{path}: {why}; it is as many if left out", param=path)
+    return given
 
 
 def refusal(name: str, why: str) -> ConfigError:

@@ -16,7 +16,7 @@ from baton.layout import SPARE_BLOCKS, KvLayout
 from baton_engine.grammar import load_compiler
 from baton_engine.ports import ArenaAllocator, GrammarCounts, LayerSink
 from baton_engine.scheduling.limits import EngineLimits
-from baton_vllm.adapters import Adapter, check_ranks, read_adapters, refusal
+from baton_vllm.adapters import Adapter, check_ranks, num_held, read_adapters, refusal
 from baton_vllm.block_events import BlockNames
 from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.host import VllmEngineHost
@@ -199,6 +199,8 @@ def _open(
     from baton_vllm.window_groups import choosing
 
     arguments = engine_arguments(model, config)
+    if adapters:
+        arguments["max_cpu_loras"] = num_held(adapters, arguments)
     device = current_platform.device_type
     if config.device not in ("auto", device):
         raise ConfigError(
@@ -277,8 +279,8 @@ def _set_up_ranks(ranks: int) -> None:
 def _loaded(
     core: Any, adapters: Sequence[Adapter], progress: Callable[[str, float | None], None]
 ) -> dict[str, Any]:
-    """vLLM's requests of the adapters, by name, each of which it has loaded once: what it cannot serve is known before
-    anything is served. It keeps `max_cpu_loras` of them, and loads the others when they are asked for.
+    """vLLM's requests of the adapters, by name, each of which it has loaded and keeps: what it cannot serve is known
+    before anything is served, and what becomes of the files afterwards is all one.
     """
     from vllm.lora.request import LoRARequest
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.errors import ConfigError
-from baton_vllm.adapters import check_ranks, fingerprint, read_adapters
+from baton_vllm.adapters import check_ranks, fingerprint, num_held, read_adapters
 from tests.baton_engine.tiny_models import make_model
 from tests.baton_vllm.lora import make_adapter
 
@@ -79,3 +79,19 @@ def test_a_rank_that_is_too_high_is_refused_with_both_numbers(adapter: Path) -> 
     assert "its rank is 8, engine.vllm.max_lora_rank is 4" in refused(adapter, max_rank=4)
     change(adapter, rank_pattern={"v_proj": 32})
     assert "its rank is 32, engine.vllm.max_lora_rank is 16" in refused(adapter)
+
+
+@pytest.mark.parametrize(
+    ("settings", "held"),
+    [({}, 2), ({"max_loras": 1}, 2), ({"max_loras": 4}, 4), ({"max_cpu_loras": 3}, 3)],
+)
+def test_all_adapters_are_held(adapter: Path, settings: dict[str, object], held: int) -> None:
+    assert num_held(read_adapters([f"sql={adapter}", f"code={adapter}"]), settings) == held
+
+
+@pytest.mark.parametrize("given", [0, 1, "2"])
+def test_fewer_than_all_are_refused_by_the_settings_name(adapter: Path, given: object) -> None:
+    adapters = read_adapters([f"sql={adapter}", f"code={adapter}"])
+    with pytest.raises(ConfigError, match=r"max_cpu_loras: is .*, and all 2 adapters") as caught:
+        num_held(adapters, {"max_cpu_loras": given})
+    assert caught.value.param == "engine.vllm.max_cpu_loras"

@@ -2,8 +2,9 @@
 vLLM answers with that adapter, and no page of one is another's.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ SETTINGS = """
 engine:
   max_num_batched_tokens: 64
   max_num_seqs: 16
-  vllm: {enforce_eager: true, enable_lora: true, max_loras: 2}
+  vllm: {enforce_eager: true, enable_lora: true, max_loras: 1}
 router: {local_prefill_tokens: 0}
 """
 POOL = "pool: {enabled: true, memory_bytes: 64MiB, lookup_timeout_s: 5}\n"
@@ -112,16 +113,16 @@ def computing(cluster: Served) -> dict[str, Any]:
 
 
 def test_an_adapters_tokens_are_those_of_vllm_alone_and_its_pages_are_nobody_elses(
-    cluster: Served, wanted: Tokens
+    cluster: Served, wanted: Tokens, adapters: Mapping[str, Path]
 ) -> None:
-    """One prompt under every name, one name after the other; then all at once; then, on a worker that was started
-    again, out of the pool.
+    """One prompt under every name, one name after the other; then all at once, while the adapters' files are gone; then,
+    on a worker that was started again, out of the pool.
     """
     eventually(lambda: maps_pool(cluster, computing(cluster)["role"]), "the pool is mapped", 90.0)
     for name in NAMES:
         for length in LENGTHS:
             assert tokens(cluster, name, length) == wanted[name, length], (name, length)
-    with ThreadPoolExecutor(len(wanted)) as pool:
+    with away(adapters.values()), ThreadPoolExecutor(len(wanted)) as pool:
         again = [*pool.map(lambda asked: tokens(cluster, *asked), wanted)]
     assert again == [*wanted.values()]
     eventually(
@@ -137,6 +138,15 @@ def test_an_adapters_tokens_are_those_of_vllm_alone_and_its_pages_are_nobody_els
         "blocks came out of the pool, where that was quicker than computing them",
     )
     assert_at_rest(cluster)
+
+
+@contextmanager
+def away(folders: Iterable[Path]) -> Iterator[None]:
+    """Nothing is there inside."""
+    moved = {folder: folder.rename(folder.with_suffix(".away")) for folder in folders}
+    yield
+    for folder, elsewhere in moved.items():
+        elsewhere.rename(folder)
 
 
 def restart(cluster: Served) -> None:
