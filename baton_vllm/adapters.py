@@ -6,6 +6,7 @@ workers with others refuse each other's pages, and no block of one has a key of 
 """
 
 import json
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -49,7 +50,7 @@ def read_adapters(entries: Iterable[str]) -> tuple[Adapter, ...]:
     """
     modules = read_lora_modules(entries)
     return tuple(
-        _read(name, Path(path).expanduser(), number)
+        _read(name, Path(os.path.expanduser(path)), number)
         for number, (name, path) in enumerate(modules.items(), start=1)
     )
 

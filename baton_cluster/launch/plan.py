@@ -1,5 +1,6 @@
 """From a configuration to what will run: fills in what all processes must agree on, and lists the processes."""
 
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -103,14 +104,14 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     model = replace(
         model,
         lora_modules=tuple(
-            f"{name}={Path(path).expanduser().absolute()}" for name, path in modules.items()
+            f"{name}={Path(os.path.expanduser(path)).absolute()}" for name, path in modules.items()
         ),
     )
     if not model.model:
         names = model.served_model_name or (DEMO_MODEL_NAME,)
         return replace(model, model=_demo_model(), served_model_name=names)
     names = model.served_model_name or (model.model,)
-    path = Path(model.model).expanduser()
+    path = Path(os.path.expanduser(model.model))
     if not path.exists():
         if model.model.startswith(_PATH_STARTS):
             raise ModelLoadError(f"{model.model}: no such directory", param="model")

@@ -4,6 +4,7 @@ Read once at start by every worker, which also learns here the shape of its KV p
 """
 
 import importlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,7 +98,7 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     Raises:
         ModelLoadError: No such directory, or the hub does not give it.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.is_dir():
         return path
     if path.exists():

@@ -7,6 +7,7 @@ the next conversation has a new one.
 """
 
 import json
+import os
 import re
 import signal
 import threading
@@ -79,7 +80,7 @@ def read_template(given: str) -> str | None:
     source = given
     try:
         if not _IS_TEMPLATE.search(given):
-            source = Path(given).expanduser().read_text(encoding="utf-8")
+            source = Path(os.path.expanduser(given)).read_text(encoding="utf-8")
         sandbox.parsed(source)
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)

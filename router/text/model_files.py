@@ -1,6 +1,7 @@
 """The files of a model that a router needs: tokenizer, chat template, generation defaults. Never its weights."""
 
 import importlib
+import os
 from pathlib import Path
 
 from baton.errors import ModelLoadError
@@ -15,7 +16,7 @@ def model_files(model: str, revision: str | None) -> Path:
     Raises:
         ModelLoadError: There is no such directory, or the hub does not give it, or the directory is not that revision.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.is_dir():
         if revision is not None and revision != revision_of(path):
             raise ModelLoadError(

@@ -140,7 +140,10 @@ def test_a_local_directory_is_itself(tmp_path):
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize("model", ["./missing", "/no/such/dir", "~/no-such-model", "a/b/c"])
+@pytest.mark.parametrize(
+    "model",
+    [*("./missing", "/no/such/dir", "a/b/c"), *("~/no-such-model", "~nobody-of-this-name/model")],
+)
 def test_a_missing_path_is_refused_without_asking_the_hub(model, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: pytest.fail("asked"))
     with pytest.raises(ModelLoadError, match="does not exist"):

@@ -63,6 +63,7 @@ def test_the_fingerprint_tells_names_weights_and_settings_apart(model: Path, ada
 
 def test_an_adapter_that_is_not_there_is_refused_by_its_name(adapter: Path) -> None:
     assert "there is no directory /nowhere/at/all" in refused(Path("/nowhere/at/all"))
+    assert "there is no directory ~nobody-of" in refused(Path("~nobody-of-this-name/sql"))
     (adapter / "adapter_model.safetensors").unlink()
     assert "has no adapter_model.safetensors" in refused(adapter)
     (adapter / "adapter_config.json").unlink()

@@ -64,10 +64,18 @@ def test_a_directory_becomes_absolute_and_keeps_the_name_that_was_typed(tmp_path
     assert model.served_model_name == ("llama",)
 
 
-@pytest.mark.parametrize("model", ["/absent", "./absent", "~/absent"])
+@pytest.mark.parametrize(
+    "model", ["/absent", "./absent", "~/absent", "~nobody-of-this-name/absent"]
+)
 def test_a_path_where_nothing_is_is_refused_before_anything_starts(model):
     with pytest.raises(ModelLoadError, match=f"{model}: no such directory"):
         resolve_model(ModelConfig(model=model))
+
+
+def test_an_adapter_of_a_user_who_is_not_there_is_its_workers_to_refuse(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = resolve_model(ModelConfig(model="m", lora_modules=("sql=~nobody-of-this-name/sql",)))
+    assert model.lora_modules == (f"sql={tmp_path}/~nobody-of-this-name/sql",)
 
 
 def test_a_hub_id_stays_one():

@@ -136,7 +136,9 @@ def test_an_operators_template_is_read_from_a_file_or_is_one_itself(tmp_path: Pa
     assert read_template("") is None
 
 
-@pytest.mark.parametrize("given", ["no/such/file.jinja", "{% if %}", "{{ unclosed"])
+@pytest.mark.parametrize(
+    "given", ["no/such/file.jinja", "~nobody-of-this-name/t.jinja", "{% if %}", "{{ unclosed"]
+)
 def test_what_is_no_template_is_refused_at_start(given: str):
     with pytest.raises(ConfigError) as caught:
         read_template(given)
