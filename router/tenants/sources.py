@@ -5,6 +5,7 @@ each gives it only when it changed.
 import asyncio
 import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -74,7 +75,7 @@ class FileSource:
         return await asyncio.to_thread(self._read_edition, seen)
 
     def _states(self) -> tuple[object, ...]:
-        return tuple(_state(path) for path in (self._path, *self._key_paths.values()))
+        return _states((self._path, *self._key_paths.values()))
 
     async def _settled(self, seen: tuple[object, ...]) -> tuple[object, ...]:
         for _ in range(_SETTLING_LOOKS):
@@ -100,8 +101,8 @@ class FileSource:
 
 
 class RedisSource:
-    """One key: the document, sealed with the cluster's secret. What others put there,
-    an older document or none at all changes nothing.
+    """One key: the document, sealed with the cluster's secret. What others put there, an older document or none at all
+    changes nothing. Key files that it names lie on this host, and are watched as well.
 
     Args:
         redis: Where it is.
@@ -116,16 +117,19 @@ class RedisSource:
         self._seal = Seal(secret, _DOCUMENT)
         self._refused = refused
         self._seen: bytes | None = None
+        self._key_paths: dict[str, Path] = {}
+        self._seen_keys: tuple[object, ...] = ()
         self._sealed_ms = 0
         """Of the document that holds: an older one may still let in who was shut out since."""
 
     async def next_edition(self) -> Edition | None:
         """See `TenantSource`. Asks for the head of what is there first."""
         head = await _text(self._redis, self._key, HEAD_BYTES)
-        if head == self._seen:
+        keys = await asyncio.to_thread(_states, self._key_paths.values())
+        if (head, keys) == (self._seen, self._seen_keys):
             return None
         sealed = await _text(self._redis, self._key, HEAD_BYTES + MAX_DOCUMENT_BYTES)
-        self._seen = sealed[: HEAD_BYTES + 1]
+        self._seen, self._seen_keys = sealed[: HEAD_BYTES + 1], keys
         source = f"redis: {self._key}"
         if not sealed and not self._sealed_ms:
             return Edition(document=TenantsDocument(), key_files={})
@@ -139,7 +143,16 @@ class RedisSource:
             raise ConfigError(f"{source}: {error}") from error
         self._refused.note("tenants", [])
         self._sealed_ms = opened.sealed_ms
-        return await asyncio.to_thread(_edition, text, source)
+        return await asyncio.to_thread(self._read_edition, text, source)
+
+    def _read_edition(self, text: str, source: str) -> Edition:
+        document = parse(text, source)
+        self._key_paths = {name: Path(name) for name in _key_files(document)}
+        keys = _states(self._key_paths.values())
+        head, self._seen = self._seen, None  # what cannot be read is tried again
+        key_files = {name: _read(path) for name, path in self._key_paths.items()}
+        self._seen, self._seen_keys = head, keys
+        return Edition(document=document, key_files=key_files)
 
 
 async def publish(redis: "Redis", prefix: str, secret: bytes, text: str) -> int:
@@ -169,14 +182,12 @@ async def _text(redis: "Redis", key: str, end: int) -> bytes:
     return value if isinstance(value, bytes) else b""
 
 
-def _edition(text: str, source: str) -> Edition:
-    document = parse(text, source)
-    key_files = {name: _read(Path(name)) for name in _key_files(document)}
-    return Edition(document=document, key_files=key_files)
-
-
 def _key_files(document: TenantsDocument) -> list[str]:
     return [issuer.jwks_file or issuer.key_file or "" for issuer in document.jwt]
+
+
+def _states(paths: Iterable[Path]) -> tuple[object, ...]:
+    return tuple(_state(path) for path in paths)
 
 
 def _state(path: Path) -> tuple[int, ...] | None:

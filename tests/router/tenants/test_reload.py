@@ -274,6 +274,21 @@ async def test_a_document_in_redis_is_followed_by_its_version(redis_client):
     assert [world.lets_in(key) for key in ("one", "two")] == [False, True]
 
 
+async def test_key_files_of_a_document_in_redis_are_followed_as_well(redis_client, tmp_path):
+    file = tmp_path / "jwks.json"
+    issuer = f"{{issuer: 'https://login.example', audience: baton, algorithms: [ES256], jwks_file: {file}}}"
+    world = World(RedisSource(redis_client, "b", SECRET, no_refusals()))
+    await publish(redis_client, "b", SECRET, f"{{tenants: [{{id: acme}}], jwt: [{issuer}]}}")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"jwks\.json: no such file"):
+            await world.reloader.load()
+    for number, name in enumerate(("k1", "k2"), start=1):
+        _write(file, jwks(name), number)
+        assert await world.reloader.look()
+        assert not await world.reloader.look()
+        assert [world.lets_in(token(key)) for key in ("k1", "k2")] == [name == "k1", name == "k2"]
+
+
 async def test_a_wrong_document_is_not_published(redis_client):
     with pytest.raises(ConfigError, match=r"tenants\[0\]\.id"):
         await publish(redis_client, "b", SECRET, "tenants: [{id: ''}]")
