@@ -56,12 +56,12 @@ async def open_allowances(
     if tenants.source == "redis":
         redis = open_redis(tenants.redis_url, tenants.redis_timeout_s)
         secret = bytes.fromhex(config.cluster.secret)
-        source = RedisSource(redis, tenants.redis_prefix, secret, refused)
+        source = RedisSource(redis, tenants.redis_prefix, secret, refused, reads_keys=False)
         try:
             yield DocumentAllowances(source, usual_bytes)
         finally:
             await redis.aclose()
     elif tenants.file:
-        yield DocumentAllowances(FileSource(Path(tenants.file)), usual_bytes)
+        yield DocumentAllowances(FileSource(Path(tenants.file), reads_keys=False), usual_bytes)
     else:
         yield None

@@ -30,7 +30,7 @@ class Edition:
 
     Attributes:
         document: Parsed and checked.
-        key_files: Content of each, by the name that the document calls it.
+        key_files: Content of each, by the name that the document calls it; none where they are not read.
     """
 
     document: TenantsDocument
@@ -55,10 +55,12 @@ class FileSource:
 
     Args:
         path: Of the document.
+        reads_keys: Key files are read; else they need not be on this host.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, reads_keys: bool = True) -> None:
         self._path = path
+        self._reads_keys = reads_keys
         self._key_paths: dict[str, Path] = {}
         self._seen: tuple[object, ...] | None = None
         self._digest = b""
@@ -94,7 +96,8 @@ class FileSource:
         except ConfigError:
             self._seen = seen
             raise
-        self._key_paths = {name: self._path.parent / name for name in _key_files(document)}
+        named = _key_files(document) if self._reads_keys else []
+        self._key_paths = {name: self._path.parent / name for name in named}
         key_files = {name: _read(path) for name, path in self._key_paths.items()}
         self._seen, self._digest = seen, _digest(text, *key_files.values())
         return None if self._digest == held else Edition(document=document, key_files=key_files)
@@ -109,10 +112,20 @@ class RedisSource:
         prefix: Of all keys.
         secret: Of the cluster.
         refused: Is told of a document that is not believed.
+        reads_keys: As a `FileSource`'s.
     """
 
-    def __init__(self, redis: "Redis", prefix: str, secret: bytes, refused: RefusedValues) -> None:
+    def __init__(
+        self,
+        redis: "Redis",
+        prefix: str,
+        secret: bytes,
+        refused: RefusedValues,
+        *,
+        reads_keys: bool = True,
+    ) -> None:
         self._redis = redis
+        self._reads_keys = reads_keys
         self._key = f"{prefix}:{_DOCUMENT}"
         self._seal = Seal(secret, _DOCUMENT)
         self._refused = refused
@@ -147,7 +160,8 @@ class RedisSource:
 
     def _read_edition(self, text: str, source: str) -> Edition:
         document = parse(text, source)
-        self._key_paths = {name: Path(name) for name in _key_files(document)}
+        named = _key_files(document) if self._reads_keys else []
+        self._key_paths = {name: Path(name) for name in named}
         keys = _states(self._key_paths.values())
         head, self._seen = self._seen, None  # what cannot be read is tried again
         key_files = {name: _read(path) for name, path in self._key_paths.items()}
