@@ -11,7 +11,7 @@
 -- Others may have written here too. A key of another type goes; a level that is no number, or a debt that no request makes, is
 -- none, and such a bucket is full like an unknown one; times further ahead than a clock is set back do not count. The last field of
 -- each answer says how much of that there was.
-local FAR, MOST_DEBT = 3600 * 1000, 1e9
+local FAR, MOST_DEBT, MOST_WAIT = 3600 * 1000, 1e9, 1e12
 local what, grant, amount, lease = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local sizes = {
   requests = { capacity = tonumber(ARGV[5]), rate = tonumber(ARGV[6]) },
@@ -77,7 +77,7 @@ local function take(name, wanted)
   end
   local missing = math.min(wanted, size.capacity) - levels[name]
   if missing > 1e-6 then
-    return missing / size.rate
+    return math.min(missing / size.rate, MOST_WAIT)
   end
   levels[name] = levels[name] - wanted
   save()

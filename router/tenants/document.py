@@ -34,6 +34,9 @@ from router.tenants.keys import is_hash
 from router.tenants.tenant import DEFAULT_SLO_CLASS, Tenant, TenantId, TenantLimits
 
 MAX_WEIGHT = 1000.0
+_MOST = 10**12
+"""Of a limit; what is to have none leaves it out. Counts in Redis, and figures of the pool, are within bounds, too."""
+_LEAST_RATE = 1e-6
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SYMMETRIC = frozenset({"HS256", "HS384", "HS512"})
 _ASYMMETRIC = frozenset(
@@ -180,7 +183,11 @@ def _problems(document: TenantsDocument) -> Iterator[tuple[str, str]]:
             keys[key] = path
         for name, problem in _tenant_problems(entry):
             yield f"{path}.{name}", problem
+    issuers: dict[str, str] = {}
     for index, issuer in enumerate(document.jwt):
+        if issuer.issuer in issuers:
+            yield f"jwt[{index}].issuer", f"is that of {issuers[issuer.issuer]} already"
+        issuers[issuer.issuer] = f"jwt[{index}]"
         for name, problem in _issuer_problems(issuer):
             yield f"jwt[{index}].{name}", problem
 
@@ -199,21 +206,21 @@ def _tenant_problems(entry: TenantEntry) -> Iterator[tuple[str, str]]:
         ("requests_per_minute", entry.requests_per_minute),
         ("tokens_per_minute", entry.tokens_per_minute),
     ):
-        if rate is not None and not 0 < rate < float("inf"):
-            yield name, "must be above 0"
+        if rate is not None and not _LEAST_RATE <= rate <= _MOST:
+            yield name, f"must be from {_LEAST_RATE:.6f} to {_MOST}; no limit where it is left out"
     for name, count in (
         ("request_burst", entry.request_burst),
         ("token_burst", entry.token_burst),
         ("max_concurrency", entry.max_concurrency),
     ):
-        if count is not None and not 1 <= count < float("inf"):
-            yield name, "must be at least 1"
+        if count is not None and not 1 <= count <= _MOST:
+            yield name, f"must be from 1 to {_MOST}"
     if entry.request_burst is not None and entry.requests_per_minute is None:
         yield "request_burst", "needs requests_per_minute"
     if entry.token_burst is not None and entry.tokens_per_minute is None:
         yield "token_burst", "needs tokens_per_minute"
-    if entry.kv_bytes is not None and (_size(entry.kv_bytes) or 0) < 1:
-        yield "kv_bytes", "must be a size such as 64GiB"
+    if entry.kv_bytes is not None and not 1 <= (_size(entry.kv_bytes) or 0) < 1 << 63:
+        yield "kv_bytes", "must be a size such as 64GiB, below 8388608TiB"
 
 
 def _issuer_problems(issuer: IssuerEntry) -> Iterator[tuple[str, str]]:

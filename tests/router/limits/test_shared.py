@@ -60,6 +60,21 @@ async def test_the_sum_over_routers_is_the_limit(cluster: Cluster):
     assert sum(isinstance(decision, LimitGranted) for decision in decisions) == 7
 
 
+@pytest.mark.parametrize(("rate", "burst"), [(1e-6, 1), (1e-6, 1e12), (1e12, 1e12)])
+async def test_the_least_and_the_largest_limits_of_a_document_are_counted(
+    cluster: Cluster, rate: float, burst: float
+):
+    (router, _) = cluster.routers
+    asks = tenant(requests_per_minute=rate, tokens_per_minute=rate, token_burst=burst)
+    assert isinstance(await router.enter(asks, grant(0)), LimitGranted)
+    assert isinstance(await router.charge(asks, grant(0), int(burst)), LimitGranted)
+    await router.enter(asks, grant(1))
+    again = await router.charge(asks, grant(0), int(burst))
+    assert isinstance(again, LimitRefused)
+    assert 0 < again.retry_after_s <= 1e9
+    assert cluster.refused("limits") == 0
+
+
 async def test_the_sum_of_tokens_over_routers_is_the_limit(cluster: Cluster):
     asks = tenant(tokens_per_minute=1, token_burst=1000)
     for n in range(40):

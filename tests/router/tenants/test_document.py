@@ -91,10 +91,20 @@ def test_an_empty_document_is_refused(text):
         ("tenants: [{id: 'a b'}]", "tenants[0].id: must be 1 to 64"),
         ("tenants: [{id: a, weight: 0}]", "tenants[0].weight: must be above 0"),
         ("tenants: [{id: a, weight: .nan}]", "tenants[0].weight: must be above 0"),
-        ("tenants: [{id: a, requests_per_minute: -1}]", "requests_per_minute: must be above 0"),
+        (
+            "tenants: [{id: a, requests_per_minute: -1}]",
+            "requests_per_minute: must be from 0.000001",
+        ),
+        ("tenants: [{id: a, requests_per_minute: 1.0e-320}]", "requests_per_minute: must be from"),
+        (
+            "tenants: [{id: a, tokens_per_minute: 9223372036854775807}]",
+            "to 1000000000000; no limit",
+        ),
+        (f"tenants: [{{id: a, max_concurrency: {'9' * 400}}}]", "max_concurrency: must be from 1"),
         ("tenants: [{id: a, request_burst: 5}]", "request_burst: needs requests_per_minute"),
-        ("tenants: [{id: a, max_concurrency: 0}]", "max_concurrency: must be at least 1"),
+        ("tenants: [{id: a, max_concurrency: 0}]", "max_concurrency: must be from 1 to"),
         ("tenants: [{id: a, kv_bytes: lots}]", "kv_bytes: must be a size such as 64GiB"),
+        (f"tenants: [{{id: a, kv_bytes: {1 << 63}}}]", "kv_bytes: must be a size such as 64GiB"),
         ("tenants: {", "tenants.yaml: line 1:"),
         ("tenants: []\ntenants: []", "tenants.yaml: line 2: tenants is given twice"),
         ("tenants: [{id: a, id: b}]", "tenants.yaml: line 1: id is given twice"),
@@ -112,6 +122,10 @@ def test_an_empty_document_is_refused(text):
             "jwt[0].algorithms: must be some of",
         ),
         ("jwt: [{issuer: i, audience: '', key_file: k}]", "jwt[0].audience: must not be empty"),
+        (
+            "jwt: [{issuer: i, audience: a, key_file: k}, {issuer: i, audience: b, key_file: k}]",
+            "jwt[1].issuer: is that of jwt[0] already",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_place(text: str, complaint: str):
