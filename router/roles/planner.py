@@ -309,6 +309,7 @@ class RolePlanner:
         if self._flipping is not None:
             return None, f"{self._flipping[0].worker.worker_id} is changing its role"
         if prefill == 0 or decode == 0:
+            self._wanted = None
             return None, "a pool has no worker that is given work: roles stay what they are"
 
         def worst(prefill: int, decode: int) -> float:

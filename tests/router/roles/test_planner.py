@@ -222,6 +222,21 @@ def test_workers_that_are_given_nothing_are_not_counted():
     assert (found.prefill_workers, found.decode_workers) == (2, 3)
 
 
+def test_what_was_wanted_before_a_pool_was_away_is_not_due_when_it_is_back():
+    cluster = Cluster(1, 4)
+    cluster.run(10, prompts_s=8.0, sequences=8)
+    assert [cluster.planner.flip_is_near, cluster.flips] == [True, []]
+    away = cluster.look(prompts_s=8.0, sequences=8)
+    away = replace(away, workers=[replace(w, usable=w.role is Role.DECODE) for w in away.workers])
+    for _ in range(60):
+        cluster.now_s += 1.0
+        assert cluster.planner.look(away, cluster.now_s) is None
+    assert cluster.planner.flip_is_near is False
+    back_s = cluster.now_s
+    cluster.run(60, prompts_s=8.0, sequences=8)
+    assert cluster.flips[0][0] >= back_s + POLICY.sustained_s
+
+
 @pytest.mark.parametrize(("waiting", "waiting_s"), [(40, 0.0), (0, 10.0)])
 def test_what_waits_in_the_routers_line_counts_for_the_pool_that_it_waits_for(waiting, waiting_s):
     cluster = Cluster(3, 3)
