@@ -3,6 +3,7 @@ and drain by command.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
@@ -108,6 +109,8 @@ class RouterControl(pb_grpc.ControlServicer):
         self._model = model
         self._planner = planner
         self._counts = counts
+        self._giving_up: set[WorkerIdentity] = set()
+        """Workers that have been told to, and may not have reported it yet."""
 
     async def Status(  # noqa: N802  # the stub's name
         self,
@@ -138,7 +141,8 @@ class RouterControl(pb_grpc.ControlServicer):
         _log.warning("a worker is drained", worker=str(worker.identity), by=by, force=request.force)
         asked = pb.DrainRequest(timeout_s=request.timeout_s, by=by)
         wait_s = request.timeout_s + _WORKER_WAIT_S
-        return await self._ask(worker, context, lambda stub: stub.Drain(asked, timeout=wait_s))
+        with self._gives_up(worker):
+            return await self._ask(worker, context, lambda stub: stub.Drain(asked, timeout=wait_s))
 
     async def Undrain(  # noqa: N802
         self,
@@ -176,11 +180,24 @@ class RouterControl(pb_grpc.ControlServicer):
             except grpc.aio.AioRpcError as error:
                 await context.abort(error.code(), f"{worker.identity.worker_id}: {error.details()}")
 
+    @contextmanager
+    def _gives_up(self, worker: WorkerView) -> Iterator[None]:
+        """Inside, what it does counts no more: the next command may come before its report."""
+        self._giving_up.add(worker.identity)
+        try:
+            yield
+        finally:
+            self._giving_up.discard(worker.identity)
+
     def _lost(self, worker: WorkerView, *, becoming: Role | None) -> str:
         """What no worker that takes new work would do any more if this one had another role, or none;
         empty where nothing is lost.
         """
-        others = [one for one in self._view.usable(self._clock.now_s()) if one is not worker]
+        others = [
+            one
+            for one in self._view.usable(self._clock.now_s())
+            if one is not worker and one.identity not in self._giving_up
+        ]
         roles, role = [one.hello.role for one in others], worker.hello.role
         if becoming is not None:
             roles.append(becoming)
@@ -233,7 +250,10 @@ class RouterControl(pb_grpc.ControlServicer):
             self._planner.pin(worker.identity)
         asked = pb.SetRoleRequest(role=request.role, timeout_s=request.timeout_s, by=by)
         wait_s = request.timeout_s + _WORKER_WAIT_S
-        return await self._ask(worker, context, lambda stub: stub.SetRole(asked, timeout=wait_s))
+        with self._gives_up(worker):
+            return await self._ask(
+                worker, context, lambda stub: stub.SetRole(asked, timeout=wait_s)
+            )
 
     async def HoldPlanner(  # noqa: N802
         self,

@@ -1,5 +1,6 @@
 """A router's control service, asked for other numbers of workers."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from baton.errors import InvalidRequestError, UnavailableError
 from baton.generation import WorkerLoad
 from baton.ids import Role
 from baton.rpc.channel import bind, new_server, open_channel
+from baton.rpc.hello import role_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc
 from router.admin.stories import OperatorStories
@@ -22,6 +24,7 @@ from router.routing.index import PrefixIndex
 from router.routing.view import ClusterView
 from router.workers.links import WorkerLinks
 from tests.router.known_workers import hello
+from tests.waits import soon
 
 if TYPE_CHECKING:
     from baton.rpc.v1.control_pb2_grpc import ControlAsyncStub  # exists for type checkers only
@@ -109,6 +112,51 @@ async def test_a_drain_that_names_no_worker_is_refused_with_those_that_are_there
     async with asked(tmp_path, None, AS_STARTED) as stub:
         with pytest.raises(grpc.aio.AioRpcError, match="there are decode-0, decode-1, prefill-0"):
             await stub.Drain(pb.DrainRequest())
+
+
+class SlowWorkers(control_pb2_grpc.ControlServicer):
+    """Workers that are told to drain, or to take another role, and have not reported it yet."""
+
+    def __init__(self) -> None:
+        self.told, self.done = asyncio.Event(), asyncio.Event()
+
+    async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainReply:  # noqa: N802
+        self.told.set()
+        await self.done.wait()
+        return pb.DrainReply()
+
+    async def SetRole(self, request: pb.SetRoleRequest, context: object) -> pb.SetRoleReply:  # noqa: N802
+        self.told.set()
+        await self.done.wait()
+        return pb.SetRoleReply(changed=True)
+
+
+@pytest.mark.parametrize("first", ["Drain", "SetRole"])
+async def test_of_two_commands_at_once_the_one_that_would_take_the_last_worker_is_refused(
+    tmp_path, monkeypatch, first
+):
+    monkeypatch.chdir(tmp_path)
+    workers, server = SlowWorkers(), new_server()  # type: ignore[abstract]  # what is asked here
+    control_pb2_grpc.add_ControlServicer_to_server(workers, server)
+    for name in AS_STARTED:
+        bind(server, f"unix:{name}")
+    await server.start()
+    prefill = role_to_proto(Role.PREFILL)
+    async with asked(tmp_path, None, AS_STARTED) as stub:
+        begun = asyncio.ensure_future(
+            stub.Drain(pb.DrainRequest(worker="decode-0"))
+            if first == "Drain"
+            else stub.SetRole(pb.SetRoleRequest(worker="decode-0", role=prefill))
+        )
+        await soon(workers.told.wait())
+        with pytest.raises(grpc.aio.AioRpcError, match="no worker would be left that decodes"):
+            await soon(stub.Drain(pb.DrainRequest(worker="decode-1")))
+        with pytest.raises(grpc.aio.AioRpcError, match="none would be left that decodes"):
+            await soon(stub.SetRole(pb.SetRoleRequest(worker="decode-1", role=prefill)))
+        workers.done.set()
+        await soon(begun)
+        assert await soon(stub.Drain(pb.DrainRequest(worker="decode-1"))) == pb.DrainReply()
+    await server.stop(None)
 
 
 async def test_a_router_that_no_launcher_started_says_what_to_use_instead(tmp_path):
