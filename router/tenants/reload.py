@@ -28,6 +28,11 @@ class ReloadMetrics:
             registry=registry,
         )
         self._tenants = Gauge("baton_tenants", "Tenants described.", registry=registry)
+        self._stale = Gauge(
+            "baton_tenants_stale",
+            "1 while the tenants document is wrong or cannot be read, and the last good one holds.",
+            registry=registry,
+        )
 
     def reloaded(self, num_tenants: int) -> None:
         """A document was taken over."""
@@ -37,6 +42,10 @@ class ReloadMetrics:
     def failed(self) -> None:
         """A look failed."""
         self._failures.inc()
+
+    def stale(self, is_stale: bool) -> None:
+        """Whether what holds is older than what there is to be read."""
+        self._stale.set(is_stale)
 
 
 class TenantReloader:
@@ -79,19 +88,26 @@ class TenantReloader:
         """
         async with self._turn:
             try:
-                edition = await self._source.next_edition()
-                if edition is None:
-                    if self._wrong is not None:
-                        raise ConfigError(self._wrong.message, param=self._wrong.param)
-                    return False
-                register = await asyncio.to_thread(
-                    self._directory.register_of, edition.document, edition.key_files.__getitem__
-                )
-            except ConfigError as error:
-                self._wrong = error
+                loaded = await self._take_over()
+            except BatonError as error:
+                if isinstance(error, ConfigError):
+                    self._wrong = error
+                self._metrics.stale(True)
                 raise
-            self._wrong = None
-            self._directory.replace(register)
+            self._metrics.stale(False)
+            return loaded
+
+    async def _take_over(self) -> bool:
+        edition = await self._source.next_edition()
+        if edition is None:
+            if self._wrong is not None:
+                raise ConfigError(self._wrong.message, param=self._wrong.param)
+            return False
+        register = await asyncio.to_thread(
+            self._directory.register_of, edition.document, edition.key_files.__getitem__
+        )
+        self._wrong = None
+        self._directory.replace(register)
         self._metrics.reloaded(len(register.tenants))
         self._say(edition)
         return True
