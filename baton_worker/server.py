@@ -159,7 +159,7 @@ class WorkerServer:
         """Binds the address and serves.
 
         Raises:
-            OSError: The address is taken or cannot be bound.
+            ConfigError: The address is taken or cannot be bound.
         """
         await self._service.start()
         self._service.add_to(self._server)

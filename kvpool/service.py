@@ -63,8 +63,7 @@ async def run(
         stop: Set from outside.
 
     Raises:
-        OSError: The address cannot be bound.
-        ConfigError: The directory or the disk cannot be used as configured.
+        ConfigError: The address cannot be bound, or the directory or the disk cannot be used as configured.
     """
     pool, secret = config.pool, bytes.fromhex(config.cluster.secret)
     metrics = NodeMetrics(registry)

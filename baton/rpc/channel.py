@@ -113,8 +113,7 @@ def bind(
         credentials: Of this process; a TCP address needs them.
 
     Raises:
-        OSError: The address is taken or cannot be bound.
-        ConfigError: A TCP address without credentials.
+        ConfigError: The address is taken or cannot be bound, or is one of TCP and there are no credentials.
     """
     try:
         if address.startswith(_UNIX):
@@ -124,13 +123,17 @@ def bind(
             limit = AddressLimit(own.counts)
             port = limit.port = server.add_secure_port(address, own.for_server(limit))
     except RuntimeError as error:  # grpc's word for a failed bind
-        raise OSError(f"cannot bind {address}: {error}") from error
+        raise _cannot_bind(address) from error
     if address.startswith(_UNIX):
         os.chmod(address.removeprefix(_UNIX), stat.S_IRUSR | stat.S_IWUSR)
         return address
     if port == 0:
-        raise OSError(f"cannot bind {address}")
+        raise _cannot_bind(address)
     return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _cannot_bind(address: str) -> ConfigError:
+    return ConfigError(f"cannot bind {address}: it is taken, or none of this machine's")
 
 
 def stranger(

@@ -88,8 +88,7 @@ class ScrapeServer:
         probes: By path, such as `/live`: whether all is well. Asked on the server's threads.
 
     Raises:
-        ConfigError: The address is malformed.
-        OSError: It is taken, or none of this machine's.
+        ConfigError: The address is malformed, taken or none of this machine's.
     """
 
     def __init__(
@@ -106,7 +105,10 @@ class ScrapeServer:
         try:
             self._server = make_server(host.strip("[]"), port, self._answer, _Server, _Handler)
         except OSError as error:
-            raise OSError(f"cannot bind {address} for metrics: {error}") from error
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(
+                f"cannot bind {address} for metrics: {reason}", param="metrics_address"
+            ) from error
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         self.address = f"{host}:{self._server.server_port}"

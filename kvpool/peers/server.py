@@ -185,7 +185,7 @@ class PeerServer(pool_pb2_grpc.PoolPeersServicer, transfer_pb2_grpc.TransferServ
         """Binds `unix:/path` or `host:port`; returns the address with the real port.
 
         Raises:
-            OSError: It cannot be bound.
+            ConfigError: It cannot be bound.
         """
         bound = bind(self._server, address, self._credentials)
         await self._server.start()

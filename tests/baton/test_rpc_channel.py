@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from baton.errors import ConfigError
 from baton.rpc.channel import bind, new_server, open_channel
 
 SLOW_S = 1.0
@@ -81,5 +82,5 @@ async def test_a_peer_that_is_restarted_is_found_soon(tmp_path: Path) -> None:
 
 
 async def test_an_address_that_cannot_be_bound_is_told(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="cannot bind"):
+    with pytest.raises(ConfigError, match="cannot bind"):
         bind(new_server(), f"unix:{tmp_path}/no/such/folder")

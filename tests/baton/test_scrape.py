@@ -9,6 +9,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
+from baton.errors import ConfigError
 from baton.telemetry.scrape import ScrapeServer
 from tests.waits import eventually
 
@@ -78,7 +79,7 @@ def test_metrics_are_told_over_ipv6(address: str) -> None:
 
 
 def test_an_address_that_cannot_be_bound_is_named(server: ScrapeServer) -> None:
-    with pytest.raises(OSError, match=f"cannot bind {server.address} for metrics"):
+    with pytest.raises(ConfigError, match=f"cannot bind {server.address} for metrics"):
         ScrapeServer(server.address, CollectorRegistry())
 
 

@@ -17,7 +17,7 @@ import xxhash
 from prometheus_client import CollectorRegistry
 
 from baton.config.schema import BatonConfig, PoolConfig, TenantsConfig
-from baton.errors import PoolUnavailableError
+from baton.errors import ConfigError, PoolUnavailableError
 from baton.ids import BlockKey, Incarnation, LayerName, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.channel import open_channel
@@ -452,7 +452,7 @@ async def test_a_node_whose_address_cannot_be_bound_says_so_and_leaves_nothing(
 ) -> None:
     node = Node(tmp_path, POOL)
     node.address = f"unix:{tmp_path}/missing/pool.sock"
-    with pytest.raises(OSError, match="cannot bind"):
+    with pytest.raises(ConfigError, match="cannot bind"):
         await node.start()
 
 
