@@ -29,7 +29,9 @@ from router.routing.table import (
 )
 
 _SPARE_SHARE = 4
-"""Columns of holders that are gone are cleared together, once they are a quarter of all."""
+"""Columns of holders that are gone are cleared together: once none is free and they are a quarter of all,
+or once the table is full.
+"""
 
 _EVERY = 32
 _LIFE_S = 30.0
@@ -265,7 +267,11 @@ class PrefixIndex:
             self.counts.events += len(removed)
         if report.stored:
             stored = fingerprints_of(report.stored)
-            self.counts.lost += self._table.add(stored, holder.column)
+            lost = self._table.add(stored, holder.column)
+            if lost and len(self._slot_of) + len(self._free_columns) < self._table.num_columns:
+                self._clear_columns()  # what holders that are gone held takes the room
+                lost = self._table.add(stored, holder.column)
+            self.counts.lost += lost
             self.counts.events += len(stored)
             holder.is_blank = False
 
@@ -295,13 +301,18 @@ class PrefixIndex:
     def _find_columns(self) -> None:
         total = self._table.num_columns
         if (total - len(self._slot_of)) * _SPARE_SHARE >= total:
-            self._table.keep_columns(self._words(self._live))
-            self._expected.keep_columns(self._words(self._live))
-            self._free_columns = [c for c in range(total) if not self._live >> c & 1]
+            self._clear_columns()
         else:
             self._table.widen()
             self._expected.widen()
             self._free_columns = list(range(total, self._table.num_columns))
+
+    def _clear_columns(self) -> None:
+        """Forgets what holders that are gone held, so that their columns are free."""
+        self._table.keep_columns(self._words(self._live))
+        self._expected.keep_columns(self._words(self._live))
+        total = self._table.num_columns
+        self._free_columns = [c for c in range(total) if not self._live >> c & 1]
 
     def _open_sources(self) -> LookupSources:
         slots = np.zeros(self._table.num_columns, np.int64)

@@ -118,7 +118,9 @@ class IndexMetrics(Collector):
         """One family per figure."""
         index, counts = self._index, self._index.counts
         yield GaugeMetricFamily(
-            "baton_prefix_index_blocks", "Blocks that some holder is known to hold.", len(index)
+            "baton_prefix_index_blocks",
+            "Blocks in the index's table; those of holders that are gone until their room is needed.",
+            len(index),
         )
         yield GaugeMetricFamily(
             "baton_prefix_index_bytes", "Memory of the index's table.", index.size_bytes

@@ -172,6 +172,20 @@ def test_memory_is_bounded_and_what_found_no_room_is_counted():
     index.check_integrity()
 
 
+def test_what_holders_that_are_gone_held_takes_no_room_from_others():
+    index = PrefixIndex(max_blocks=3000)
+    other = Holder(index, "b")
+    other.snapshot(*chain(1, 2, 3))
+    for incarnation in range(1, 10):
+        a = Holder(index, "a", incarnation)
+        held = [key(-incarnation, number) for number in range(1000)]
+        a.snapshot(*held)
+        assert depths(index, held) == {a.slot: 1000}
+        index.check_integrity()
+    assert depths(index, chain(1, 2, 3)) == {other.slot: 3}
+    assert index.counts.lost == 0
+
+
 def test_many_restarts_do_not_make_the_table_grow_for_ever():
     index = PrefixIndex()
     other = Holder(index, "b")
