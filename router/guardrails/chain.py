@@ -1,10 +1,12 @@
 """All guardrails one after the other: what one lets through, or puts in its place, the next one looks at.
 
-A guardrail that fails or takes too long fails the request: what was not checked is not served.
+A guardrail that fails, takes too long or answers what is no verdict fails the request: what was not checked is not
+served.
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -15,11 +17,12 @@ from router.guardrails.ports import (
     Guardrail,
     GuardrailInput,
     OutputGuard,
+    Pass,
     Refuse,
     Replace,
 )
 
-_Verdict = TypeVar("_Verdict")
+_Said = TypeVar("_Said")
 _log = get_logger(__name__)
 
 
@@ -52,16 +55,27 @@ class GuardChain:
             UnavailableError: A guardrail failed.
         """
         for guardrail in self._guardrails:
-            verdict = await _asked(guardrail.check_input(asked), self._timeout_s)
-            if isinstance(verdict, Refuse):
-                raise ContentRefusedError(verdict.message, param=param)
-            if isinstance(verdict, Replace):
-                asked = _replaced(asked, verdict)
+            with _checking():
+                verdict = await _within(self._timeout_s, guardrail.check_input(asked))
+            match verdict:
+                case Pass():
+                    pass
+                case Replace():
+                    asked = _replaced(asked, verdict)
+                case Refuse():
+                    raise ContentRefusedError(_text(verdict.message), param=param)
+                case _:
+                    raise _no_verdict(verdict)
         return asked
 
     def watch_output(self, asked: GuardrailInput) -> "OutputChain | None":
-        """What watches one choice; None if no guardrail does."""
-        watching = [guardrail.watch_output(asked) for guardrail in self._guardrails]
+        """What watches one choice; None if no guardrail does.
+
+        Raises:
+            UnavailableError: A guardrail failed.
+        """
+        with _checking():
+            watching = [guardrail.watch_output(asked) for guardrail in self._guardrails]
         guards = [guard for guard in watching if guard is not None]
         return OutputChain(guards, self._timeout_s) if guards else None
 
@@ -81,28 +95,62 @@ class OutputChain:
             UnavailableError: A guard failed.
         """
         for guard in self._guards:
-            shown = await _asked(guard.piece(text, last=last), self._timeout_s)
+            with _checking():
+                shown = await _within(self._timeout_s, guard.piece(text, last=last))
             if isinstance(shown, Refuse):
-                raise ContentRefusedError(shown.message)
-            text = shown
+                raise ContentRefusedError(_text(shown.message))
+            text = _text(shown)
         return text
 
 
 def _replaced(asked: GuardrailInput, verdict: Replace) -> GuardrailInput:
+    if not isinstance(verdict.texts, tuple | list):
+        raise _no_verdict(verdict.texts)
     if len(verdict.texts) != len(asked.texts):
         _log.error("a guardrail gave another number of texts than it got")
-        raise UnavailableError("A check of this request failed.")
-    texts = zip(asked.texts, verdict.texts, strict=True)
+        raise _failed()
+    texts = zip(asked.texts, map(_text, verdict.texts), strict=True)
     return replace(asked, texts=tuple(GuardedText(role=old.role, text=new) for old, new in texts))
 
 
-async def _asked(look: Awaitable[_Verdict], timeout_s: float) -> _Verdict:
+def _text(said: object) -> str:
+    """What a guardrail put in a text's place.
+
+    Raises:
+        UnavailableError: It is no text, or one that no reply can hold: half a surrogate pair.
+    """
+    if not isinstance(said, str):
+        raise _no_verdict(said)
     try:
-        async with asyncio.timeout(timeout_s):
-            return await look
+        said.encode()
+    except UnicodeEncodeError:
+        raise _no_verdict(said) from None
+    return said
+
+
+async def _within(timeout_s: float, look: Awaitable[_Said]) -> _Said:
+    async with asyncio.timeout(timeout_s):
+        return await look
+
+
+@contextmanager
+def _checking() -> Iterator[None]:
+    """Whatever a guardrail fails with inside fails the request."""
+    try:
+        yield
     except BatonError:
         raise
     except Exception as error:
         # Its message may quote what was asked, so only its kind is logged.
         _log.error("a guardrail failed", kind=type(error).__name__)
-        raise UnavailableError("A check of this request failed.") from error
+        raise _failed() from error
+
+
+def _no_verdict(said: object) -> UnavailableError:
+    # It may quote what was asked, so only its kind is logged.
+    _log.error("a guardrail gave no verdict and no text", kind=type(said).__name__)
+    return _failed()
+
+
+def _failed() -> UnavailableError:
+    return UnavailableError("A check of this request failed.")

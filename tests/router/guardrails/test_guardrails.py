@@ -189,6 +189,71 @@ async def test_a_guardrail_that_does_not_answer_in_time_lets_nothing_past():
         assert (await served.chat()).status_code == 503
 
 
+NO_VERDICTS: list[Any] = [None, False, "refuse", Refuse, {"refuse": True}]
+NO_TEXTS: list[Any] = [None, 3, b"fine", "\ud800", Pass()]
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        *NO_VERDICTS,
+        *(Replace(texts=("be good", text)) for text in NO_TEXTS),
+        Replace(texts=None),  # type: ignore[arg-type]
+        Replace(texts="ab"),  # type: ignore[arg-type]
+        Refuse(message=None),  # type: ignore[arg-type]
+    ],
+    ids=repr,
+)
+async def test_what_is_no_verdict_lets_nothing_past(verdict: Any, caplog):
+    class Odd(Broken):
+        async def check_input(self, asked: GuardrailInput) -> Any:
+            return verdict
+
+    async with serve(parts=with_guard(Odd())) as served:
+        reply = await served.chat(messages=_said("private words"))
+        assert reply.status_code == 503
+        assert served.generator.requests == []
+    assert "a guardrail gave no verdict" in caplog.text
+    assert "private words" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("shown", [*NO_TEXTS, Refuse(message=None)], ids=repr)  # type: ignore[arg-type]
+async def test_what_is_no_text_is_not_shown(shown: Any, stream: bool, caplog):
+    class Odd(Censor):
+        def watch_output(self, asked: GuardrailInput) -> OutputGuard | None:
+            return self
+
+        async def piece(self, text: str, *, last: bool) -> Any:
+            return shown
+
+    async with serve(parts=with_guard(Odd())) as served:
+        served.says("all is well")
+        assert (await served.chat(stream=stream)).status_code == 503
+        assert served.generator.in_flight() == 0
+    assert "a guardrail gave no verdict" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("method", ["check_input", "watch_output"])
+async def test_what_fails_before_there_is_anything_to_await_tells_nothing(
+    method: str, stream: bool, caplog
+):
+    class Odd(Censor):
+        pass
+
+    def fail(self: Odd, asked: GuardrailInput) -> None:
+        raise RuntimeError(f"could not check {asked.texts}")
+
+    setattr(Odd, method, fail)
+    async with serve(parts=with_guard(Odd())) as served:
+        served.says("all is well")
+        reply = await served.chat(messages=_said("private words"), stream=stream)
+        assert reply.status_code == 503
+    assert "a guardrail failed" in caplog.text
+    assert "private words" not in reply.text + caplog.text
+
+
 async def test_one_guardrail_sees_what_the_one_before_it_put_there():
     first, second = Censor(), Censor()
     async with serve(parts={"guards": GuardChain([first, second])}) as served:
