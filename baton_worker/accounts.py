@@ -92,6 +92,7 @@ class LegAccounts:
             self._spans.over(leg)
 
     def _prefilled(self, message: PrefilledMessage) -> None:
+        leg = message.stream, message.leg_id
         self._metrics.prefilled(
             prompt_tokens=message.prompt_tokens,
             queue_s=message.queue_s,
@@ -99,11 +100,13 @@ class LegAccounts:
         )
         self._metrics.drew(len(message.first_tokens))
         self._spans.prefilled(
-            (message.stream, message.leg_id),
+            leg,
             queue_s=message.queue_s,
             prefill_s=message.prefill_s,
             cached_tokens=message.cached_tokens,
         )
+        if message.first_tokens and not self._lifecycle.has_leg(leg):
+            self._spans.over(leg)  # nothing is left to decode
 
     def _handed_off(self, message: HandedOffMessage) -> None:
         done = message.done
