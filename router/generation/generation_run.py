@@ -362,6 +362,7 @@ class GenerationRun:
                 self._judge(whole=False)
             raise
         finally:
+            self._count_tokens()
             self._end_span(fault)
 
     def join_session(self, name: str) -> None:
@@ -392,6 +393,12 @@ class GenerationRun:
         if slo.tbt_s is not None and (self._num_between or not whole):
             kept = whole and self._between_s <= slo.tbt_s * self._num_between
             self._metrics.pace_promise(slo.name, kept=kept)
+
+    def _count_tokens(self) -> None:
+        """Also those of a client that left, and of a request that broke off: they were drawn."""
+        if self._first_token_s is not None:
+            drawn = self.output_tokens if self.timing is None else self.timing.output_tokens
+            self._metrics.tokens_drawn(len(self.request.prompt.prompt_tokens), drawn)
 
     def _end_span(self, fault: BaseException | None) -> None:
         if self._span is not None:

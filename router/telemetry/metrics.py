@@ -93,13 +93,16 @@ class RouterMetrics:
         """One sample reached its end."""
         self._success[reason].inc()
 
+    def tokens_drawn(self, prompt_tokens: int, output_tokens: int) -> None:
+        """So many were drawn for a prompt that is over, whole or broken off."""
+        self._prompt_tokens.inc(prompt_tokens)
+        self._generation_tokens.inc(output_tokens)
+
     def job_finished(self, timing: Timing, slo_class: str, total_s: float) -> None:
         """All samples of one prompt reached their end, `total_s` after the request came."""
         self._queue_wait.labels(self._model_name, slo_class).observe(timing.admission_s)
-        self._prompt_tokens.inc(timing.prompt_tokens)
         self._cached_tokens.inc(timing.cached_tokens)
         self._pooled_tokens.inc(timing.pooled_tokens)
-        self._generation_tokens.inc(timing.output_tokens)
         self._end_to_end.observe(total_s)
         self._queue.observe(timing.queue_s)
         self._prefill.observe(timing.prefill_s)

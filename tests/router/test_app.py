@@ -264,6 +264,7 @@ async def test_a_client_that_leaves_cancels_its_job_while_nothing_is_written(str
             )
             assert served.generator.in_flight() == 0
         assert served.metric("baton_client_disconnects_total") == 1
+        assert served.metric("vllm:generation_tokens_total", model_name=MODEL) == 2
 
 
 async def test_a_client_that_leaves_cancels_all_prompts_of_its_request():

@@ -314,6 +314,19 @@ async def test_counts_and_latencies_are_measured():
         assert served.metric("baton_http_requests_total", **route) == 1
 
 
+async def test_tokens_of_what_breaks_off_are_counted():
+    async with serve() as served:
+        served.says("hello world")
+        served.generator.fault = WorkerLostError("decode-0 was lost.")
+        served.generator.fault_after = 2
+        await served.chat(stream=True)
+        tiny = {"model_name": "tiny"}
+        prompt = len(served.generator.requests[0].prompt.prompt_tokens)
+        assert served.metric("vllm:generation_tokens_total", **tiny) == 2
+        assert served.metric("vllm:prompt_tokens_total", **tiny) == prompt
+        assert served.metric("vllm:e2e_request_latency_seconds_count", **tiny) == 0
+
+
 async def test_latencies_begin_when_the_request_arrives_and_not_when_all_of_it_is_there():
     clock = ManualClock()
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
