@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
+from baton.background import report_death
 from baton.clock import Clock
 
 _TICK_S = 0.05
@@ -25,7 +26,8 @@ class PeriodicTimer:
 
     def start(self) -> None:
         """Begins in the background."""
-        self._ticking = asyncio.create_task(self._run())
+        self._ticking = asyncio.create_task(self._run(), name="router-timer")
+        report_death(self._ticking, "the timer of waits and deadlines died")
 
     async def close(self) -> None:
         """Ends it; a fault of `tick` is not raised again."""
