@@ -7,7 +7,12 @@ from typing import TypeVar
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from baton.errors import CancelledByPeerError, PayloadTooLargeError, RequestTimeoutError
+from baton.errors import (
+    CancelledByPeerError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    RequestTimeoutError,
+)
 from router.http.account import account_of
 from router.http.errors import from_validation
 from router.http.fields import Body
@@ -50,7 +55,7 @@ class BodyReader:
         Raises:
             PayloadTooLargeError: It is too large.
             RequestTimeoutError: It does not come in time.
-            InvalidRequestError: Not JSON, or not what `schema` allows.
+            InvalidRequestError: Compressed, not JSON, or not what `schema` allows.
         """
         raw = await self._read_bytes(request)
         if parse_short is not None and len(raw) <= LARGE_BYTES:
@@ -75,9 +80,15 @@ class BodyReader:
         """The body's bytes; kept in the account where the tenant's audit holds content.
 
         Raises:
+            InvalidRequestError: It is compressed; it is not read.
             PayloadTooLargeError: It is too large; the rest is not read.
             RequestTimeoutError: It does not come in time; likewise.
         """
+        coding = request.headers.get("content-encoding", "").strip().lower()
+        if coding not in ("", "identity"):
+            raise InvalidRequestError(
+                f"The body is encoded as {coding[:40]!r}: only bodies without a Content-Encoding are read."
+            )
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and (
             len(declared) > _LENGTH_DIGITS or int(declared) > self._max_bytes

@@ -1,4 +1,5 @@
 import asyncio
+import gzip
 import json
 from collections import Counter
 from typing import Any
@@ -24,6 +25,20 @@ async def test_models_are_listed_and_found_by_each_of_their_names():
         card = (await served.http.get("/v1/models/tiny-alias")).json()
         assert (card["id"], card["root"], card["max_model_len"]) == ("tiny-alias", "tiny", 512)
         assert (await served.http.get("/v1/models/org/other")).status_code == 404
+
+
+async def test_a_compressed_body_is_refused_as_that():
+    body = gzip.compress(json.dumps({"model": MODEL, "messages": _HI}).encode())
+    async with serve() as served:
+        for path in ("/v1/chat/completions", "/v1/messages", "/tokenize"):
+            headers = {"Content-Encoding": "gzip"}
+            reply = await served.http.post(path, content=body, headers=headers)
+            assert reply.status_code == 400
+            assert "encoded as 'gzip'" in reply.json()["error"]["message"]
+        plain = json.dumps({"model": MODEL, "messages": _HI}).encode()
+        headers = {"Content-Encoding": "identity"}
+        reply = await served.http.post("/v1/chat/completions", content=plain, headers=headers)
+        assert reply.status_code == 200
 
 
 async def test_an_adapter_is_asked_for_by_its_name_in_the_models_place():
