@@ -341,6 +341,11 @@ class Forecast(ForecastRecord):
         self._links[slot].handed_off(size_bytes, window_s, unhidden_s)
         self._fleet.link.handed_off(size_bytes, window_s, unhidden_s)
 
+    def parted(self, slot: int) -> None:
+        """The worker with that slot is gone: another one may get it."""
+        if self._links.pop(slot, None) is not None:
+            self._link_addresses[slot] = None
+
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a coefficient is out of bounds or the backlog does not add up."""
         for fit in (self._prefill, self._step, self._fetch):

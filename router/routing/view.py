@@ -279,6 +279,8 @@ class ClusterView:
         self._index.retire(identity)
         self.broken_pairs.forget(identity)
         del self._workers[identity.worker_id]
+        for other in self._workers.values():
+            other.forecast.parted(worker.slot)
         self._leaving.discard(worker)
         self._count_workers()
         return worker

@@ -72,6 +72,7 @@ def cluster_of(draw: st.DataObject) -> ClusterView:
         if draw.draw(st.booleans()):
             slot = draw.draw(st.integers(0, number))
             worker.forecast.handed_off(slot, 1 + draw.draw(tokens), 0.1, draw.draw(seconds))
+            worker.forecast.parted(draw.draw(st.integers(0, number)))
     if draw.draw(st.booleans()):
         attach(view, draw)
     return view

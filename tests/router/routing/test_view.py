@@ -48,6 +48,21 @@ def test_losing_an_incarnation_that_is_not_here_changes_nothing(view):
     assert len(view.workers) == 1
 
 
+def test_a_worker_begins_with_what_is_known_of_all_links_whoever_had_its_slot(view):
+    prefill = view.join(hello("p", Role.PREFILL), "unix:p", 0.0)
+    other = view.join(hello("q", Role.PREFILL), "unix:q", 0.0)
+    far, near = (view.join(hello(n, Role.DECODE), f"unix:{n}", 0.0) for n in ("far", "near"))
+    for _ in range(30):
+        prefill.forecast.handed_off(far.slot, 10**9, 0.01, 10.0)
+        other.forecast.handed_off(near.slot, 10**9, 0.01, 0.1)
+    learned = other.forecast.link_to(near.slot)
+    view.lose(far.identity)
+    new = view.join(hello("new", Role.DECODE), "unix:new", 1.0)
+    assert new.slot == far.slot
+    assert prefill.forecast.link_to(new.slot) is prefill.forecast.link_to(99)
+    assert other.forecast.link_to(near.slot) is learned
+
+
 def test_a_draining_worker_gets_nothing_new(view):
     worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
     worker.report(WorkerLoad(draining=True), 1.0)
