@@ -43,6 +43,9 @@ from router.http.fields import (
 from router.ports import ServedModel
 
 _SEED_MASK = 2**64 - 1
+_LEAST_REPETITION, _MOST_REPETITION = 0.01, 100.0
+"""Scores are divided by it in float32: by one much closer to 0 they would not be finite."""
+
 _Number = TypeVar("_Number", int, float)
 
 
@@ -60,7 +63,7 @@ class SamplingBody(Body):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=_LEAST_REPETITION, le=_MOST_REPETITION)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=MAX_LOGIT_BIAS
     )
@@ -210,7 +213,9 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[
+        float, msgspec.Meta(ge=_LEAST_REPETITION, le=_MOST_REPETITION)
+    ] = 1.0
 
 
 def read_defaults(directory: Path) -> SamplingDefaults:

@@ -18,7 +18,10 @@ def test_recommendations_are_read_and_the_rest_is_ignored(tmp_path: Path):
     assert read_defaults(tmp_path) == SamplingDefaults(temperature=1.0, top_k=20)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"temperature": "hot"}', '{"top_k": 1.5}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"temperature": "hot"}', '{"top_k": 1.5}', '{"repetition_penalty": 0}'],
+)
 def test_recommendations_that_make_no_sense_name_their_file(text: str, tmp_path: Path):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ModelLoadError, match=r"generation_config\.json"):

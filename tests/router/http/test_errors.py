@@ -47,6 +47,7 @@ def _assert_refused(reply: Any, status: int, code: str, param: str | None) -> No
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"n": True}, "n"),
