@@ -4,6 +4,7 @@ import platform
 import pytest
 import torch
 from huggingface_hub.utils._paths import filter_repo_objects
+from safetensors.torch import load_file, save_file
 
 from baton import cpu_features
 from baton.errors import ModelLoadError
@@ -134,6 +135,15 @@ def test_fingerprints_are_equal_for_equal_files_and_differ_for_other_weights(tmp
         for name, seed in (("a", 1), ("again", 1), ("other", 2))
     }
     assert prints["a"] == prints["again"] != prints["other"]
+
+
+def test_fingerprints_differ_for_fine_tunes_whose_files_begin_and_end_alike(tmp_path):
+    directory = make_model(tmp_path, "llama", num_layers=4, hidden_size=256)
+    before = load_spec(directory).fingerprint
+    weights = load_file(directory / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight"] *= 1.01
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    assert load_spec(directory).fingerprint != before
 
 
 def test_a_local_directory_is_itself(tmp_path):
