@@ -69,7 +69,7 @@ def load_decoder(
         product: Of bfloat16 weights on a CPU; None chooses it as `choose_product` does.
 
     Raises:
-        ModelLoadError: A tensor is missing or has the wrong shape, or a file is corrupt.
+        ModelLoadError: A tensor is missing, has the wrong shape, or is none of the model's, or a file is corrupt.
     """
     holds_bfloat16 = spec.dtype == "bfloat16" or dtype == torch.bfloat16
     multiplies = product or choose_product(AUTO, device, is_used=holds_bfloat16)
@@ -250,6 +250,7 @@ class _Weights:
         self._hold_head = hold_head
         self._stay_narrow = stay_narrow
         self._open: dict[Path, OpenFile] = {}
+        self._used: set[str] = set()
 
     @property
     def path(self) -> Path:
@@ -318,7 +319,26 @@ class _Weights:
             raise ModelLoadError(
                 f"{stored.file}: tensor {name} is stored as {stored.dtype}; quantised weights are not supported"
             )
+        self._used.add(name)
         return self._file(stored.file).get_tensor(name)
+
+    def check_all_used(self) -> None:
+        """Raises ModelLoadError where a part of the model was left out: what it says would not be what it was trained
+        to. Old files have the rotary frequencies too, and some have biases that are nothing.
+        """
+        names = sorted(self._checkpoint.tensors.keys() - self._used)
+        unused = [name for name in names if name.startswith("model.") and self._has_effect(name)]
+        if unused:
+            others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+            raise ModelLoadError(
+                f"{self.path}: the model that config.json describes has no tensor {unused[0]}{others}"
+            )
+
+    def _has_effect(self, name: str) -> bool:
+        if name.endswith(".weight"):
+            return True
+        stored = self._checkpoint.tensors[name]
+        return name.endswith(".bias") and bool(self._read(name, stored.shape).any())
 
     def _file(self, path: Path) -> OpenFile:
         if path not in self._open:
@@ -346,6 +366,8 @@ class _Assembly:
             layers.append(self._layer(index))
             progress("loading weights", (index + 1) / (spec.num_layers + 1))
         head = self._head(embedding)
+        final_norm = self._norm("model.norm")
+        weights.check_all_used()
         progress("loading weights", 1.0)
         return Decoder(
             spec=spec,
@@ -355,7 +377,7 @@ class _Assembly:
             embedding=Embedding(weight=embedding),
             rotary=RotaryEmbedding(spec.rope, spec.head_dim, weights.device),
             layers=tuple(layers),
-            final_norm=self._norm("model.norm"),
+            final_norm=final_norm,
             head=head,
             whole_layers=whole_layers(spec, layers, self._kernels, weights.dtype),
         )

@@ -129,6 +129,30 @@ def test_a_tensor_of_another_shape_is_named(directory):
         load(directory)
 
 
+@pytest.mark.parametrize(
+    ("changes", "tensor"),
+    [
+        ({"num_hidden_layers": 1}, r"model\.layers\.1\.input_layernorm\.weight and 11 more"),
+        ({"architectures": ["LlamaForCausalLM"]}, r"model\.layers\.0\.self_attn\.k_proj\.bias"),
+    ],
+)
+def test_weights_of_another_model_than_the_config_describes_are_refused(directory, changes, tensor):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelLoadError, match=f"describes has no tensor {tensor}"):
+        load(directory)
+
+
+def test_tensors_without_effect_are_passed_over(directory):
+    def add(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(64)
+        tensors["value_head.weight"] = torch.ones(1, 64)
+
+    rewrite_weights(directory, add)
+    load(directory)
+
+
 def test_quantised_weights_are_refused(directory):
     eight = torch.zeros(64, dtype=torch.int8)
     rewrite_weights(directory, lambda tensors: tensors.update({"model.norm.weight": eight}))
