@@ -1,6 +1,7 @@
 """Typed reading of a JSON file that came with a model, so that a wrong value is one clear line and not a traceback."""
 
 import json
+import sys
 from pathlib import Path
 
 from baton.errors import ModelLoadError
@@ -29,9 +30,13 @@ class JsonFields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number greater than zero."""
+        """A number greater than zero, and finite."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value <= sys.float_info.max
+        ):
             raise self.wrong(name, "a number above 0")
         return float(value)
 

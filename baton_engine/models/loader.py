@@ -305,6 +305,8 @@ class _Weights:
     def _stack(
         self, parts: list[tuple[str, int]], tail: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
+        for name, rows in parts:  # before memory is taken for what config.json asks for
+            self._checkpoint.require(name, (rows, *tail))
         total = sum(rows for _, rows in parts)
         target = torch.empty((total, *tail), dtype=dtype, device=self.device)
         begin = 0

@@ -129,6 +129,14 @@ def test_a_tensor_of_another_shape_is_named(directory):
         load(directory)
 
 
+def test_a_config_that_asks_for_more_than_there_is_memory_is_held_against_the_weights(directory):
+    config = json.loads((directory / "config.json").read_text())
+    config["intermediate_size"] = 10**12
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=r"gate_proj\.weight has shape \[128, 64\]"):
+        load(directory)
+
+
 @pytest.mark.parametrize(
     ("changes", "tensor"),
     [
