@@ -52,6 +52,7 @@ class BlockTables:
         num_blocks: Pages of the arena.
         device: Where a second copy is kept, for kernels; None where they read the host's memory.
         page_stride: Pages of the arena count as so many in the tables.
+        shift: By how many places the tokens of a row stand before their own.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class BlockTables:
         device: torch.device | None,
         *,
         page_stride: int = 1,
+        shift: int = 0,
     ) -> None:
         self._block_tokens = block_tokens
+        self._shift = shift
         self._num_blocks = num_blocks
         self._page_stride = page_stride
         self._kept = np.zeros((_FEWEST_ROWS, _LEAST_WIDTH), np.int32)
@@ -78,7 +81,8 @@ class BlockTables:
         Raises:
             EngineError: A page lies outside the arena; the step cannot be computed, the next one can.
         """
-        needed = [-(-(row.start + row.num_tokens) // self._block_tokens) for row in rows]
+        ends = [row.start + row.num_tokens - self._shift for row in rows]
+        needed = [-(-end // self._block_tokens) for end in ends]
         width = max(needed)
         self._make_room(len(rows) + 1, width)
         used = [self._row(row) for row in rows]

@@ -88,7 +88,9 @@ class InputBuilder:
         self._staging = DeviceStaging(device)
         self._split_rule = split_rule
         mirror = None if device.type == "cpu" else device
-        self._tables = BlockTables(block_tokens, num_blocks, mirror, page_stride=page_stride)
+        self._tables = BlockTables(
+            block_tokens, num_blocks, mirror, page_stride=page_stride, shift=shift
+        )
         self._shift = shift
         self._one_by_one = one_by_one
         self._tokens = np.zeros(0, np.int64)
@@ -173,9 +175,10 @@ class InputBuilder:
             raise EngineError(
                 f"row of {row.seq.seq_id} asks for tokens {row.start} to {end} of {known}"
             )
-        if len(row.seq.blocks) * self._block_tokens < end:
+        places = end - self._shift
+        if len(row.seq.blocks) * self._block_tokens < places:
             raise EngineError(
-                f"{len(row.seq.blocks)} pages of {row.seq.seq_id} do not cover {end} tokens"
+                f"{len(row.seq.blocks)} pages of {row.seq.seq_id} do not cover {places} tokens"
             )
 
     def _splice(

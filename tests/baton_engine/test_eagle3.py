@@ -227,6 +227,17 @@ def test_a_model_draws_the_same_bits_with_a_head_and_without(model, head, name):
     assert counts.draft_tokens > 4
 
 
+def test_a_head_whose_drafts_do_not_pay_follows_before_the_last_token_has_a_page(model, head):
+    text = Prompt(
+        prompt_tokens=OTHER_TEXT, sampling=SamplingParams(max_tokens=150, ignore_eos=True, seed=3)
+    )
+    engine, plain = WholeEngine(model, speculation=by(head)), WholeEngine(model)
+    for each in (engine, plain):
+        each.tell(Generate(seq_id=ONE, prompt=text))
+        each.run()
+    assert engine.tokens(ONE) == plain.tokens(ONE)
+
+
 def test_a_head_goes_on_at_the_decode_worker_as_if_the_text_had_never_moved(model, head):
     text = asked("sampled", OTHER_TEXT, samples=1)
     alone = WholeEngine(model, speculation=by(head))
