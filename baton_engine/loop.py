@@ -342,7 +342,7 @@ class EngineLoop:
     def _compile_beside(self, command: AddRequest) -> list[SeqEvent]:
         """The prompt is computed meanwhile; only what is drawn waits for its grammar."""
         if self._grammars is None:
-            return [_without_grammars(command)]
+            return self._scheduler.refuse(command, _without_grammars())
         grammar = CompilingGrammar()
         events = self._scheduler.handle(command, self._clock.now_s(), grammar)
         if not events:  # else it is refused
@@ -357,7 +357,7 @@ class EngineLoop:
             error = InvariantError(f"sequence {seq_id} was submitted twice", story=story)
             return [Failed(seq_id=seq_id, error=error)]
         if self._grammars is None:
-            return [_without_grammars(command)]
+            return self._scheduler.refuse(command, _without_grammars())
         self._compiling[seq_id] = command
         self._begin_compiling(self._grammars, command, CompilingGrammar())
         return []
@@ -417,9 +417,8 @@ class EngineLoop:
         return events
 
 
-def _without_grammars(command: AddRequest) -> Failed:
-    refusal = UnsupportedParameterError("this worker's model cannot be held to a grammar")
-    return Failed(seq_id=command.seq_id, error=refusal)
+def _without_grammars() -> BatonError:
+    return UnsupportedParameterError("this worker's model cannot be held to a grammar")
 
 
 def _raise(error: Exception) -> NoReturn:

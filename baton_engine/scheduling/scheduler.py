@@ -226,10 +226,7 @@ class Scheduler:
             return self._end_with(known, error)
         refusal = self._limits.refusal(prompt, decodes_here=kind is not LegKind.PREFILL)
         if refusal is not None:
-            self._stories.record(seq_id, self._queues.now_s, f"{kind.name}: refused, {refusal}")
-            if self._cache.fetching is not None:
-                self._cache.fetching.forget(seq_id)
-            return [Failed(seq_id=seq_id, error=refusal)]
+            return self.refuse(asked, refusal)
         ttft_s = prompt.slo.ttft_s
         request = Request(
             asked=asked,
@@ -249,6 +246,14 @@ class Scheduler:
         self._requests[seq_id] = request
         self._queues.add(request.first_sequence(), State.WAITING)
         return []
+
+    def refuse(self, asked: AddRequest, why: BatonError) -> list[SeqEvent]:
+        """Ends a request that has not come to be one: nothing is kept for it, in a pool either."""
+        refused = f"{asked.kind.name}: refused, {why}"
+        self._stories.record(asked.seq_id, self._queues.now_s, refused)
+        if self._cache.fetching is not None:
+            self._cache.fetching.forget(asked.seq_id)
+        return [Failed(seq_id=asked.seq_id, error=why)]
 
     def _draws_late(self, request: Request) -> bool:
         reads_prompts = self._speculator is not None and self._speculator.has_model

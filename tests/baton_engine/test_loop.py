@@ -4,14 +4,21 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.config.speculative import NgramSpeculation
-from baton.errors import DeviceLostError, EngineError, InvariantError
+from baton.errors import (
+    DeviceLostError,
+    EngineError,
+    InvariantError,
+    UnsupportedParameterError,
+)
 from baton.ids import SeqId
 from baton_engine.fakes.engine import FakeRunner
+from baton_engine.fakes.pool import FakeKvSource
 from baton_engine.loop import EngineLoop, execute_row_by_row
 from baton_engine.messages import (
     Abort,
     Failed,
     Generate,
+    Prefill,
     PrefillStarted,
     Receive,
     Released,
@@ -78,6 +85,20 @@ def test_a_reservation_is_granted_without_a_step():
     bench.loop.submit(Receive(seq_id=A, prompt=prompt(8)))
     assert not bench.loop.turn()
     assert [type(event) for event in bench.events] == [Reserved]
+
+
+@pytest.mark.parametrize("kind", [Generate, Prefill, Receive])
+def test_a_grammar_that_is_refused_leaves_nothing_leased_of_a_pool(kind):
+    bench = Bench()
+    pool = FakeKvSource()
+    source = pool.source(bench.runner.pages)
+    bench.loop.connect_pool(source, pool.block_sink(bench.runner.pages, bench.scheduler.generation))
+    bench.loop.submit(kind(seq_id=A, prompt=prompt(8, grammar="start: /a/")))
+    bench.run_until_idle()
+    (failed,) = bench.events
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, UnsupportedParameterError)
+    assert source.forgotten == [A]
 
 
 def test_only_the_sequence_that_cannot_be_computed_fails():
