@@ -250,7 +250,25 @@ def _open(
         raise ModelLoadError(f"vLLM cannot serve {model.model}: {_words(error)}") from error
     if shared.ranks is not None:
         shared.ranks.spawned(partial(_end_ranks, core.model_executor))
+    if device == "cpu" and vllm_config.quant_config is not None:
+        _check_kernels(core, model)
     return core, vllm_config
+
+
+def _check_kernels(core: Any, model: ModelConfig) -> None:
+    """Computes a token. What vLLM is built with differs from processor to processor: without AVX-512 most of what
+    multiplies quantised weights is missing, which it finds in the first step.
+
+    Raises:
+        ModelLoadError: It cannot compute with these weights here.
+    """
+    try:
+        core.model_executor.collective_rpc("execute_dummy_batch")
+    except Exception as error:
+        core.shutdown()
+        raise ModelLoadError(
+            f"vLLM cannot serve {model.model} on this processor: {_words(error)}"
+        ) from error
 
 
 def _end_ranks(executor: Any) -> None:
