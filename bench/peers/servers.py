@@ -108,11 +108,14 @@ def llamacpp(server: str, gguf: str, slots: int, *flags: str) -> Iterator[str]:
 @contextmanager
 def _running(command: Sequence[str], port: int, settings: dict[str, str]) -> Iterator[str]:
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    program, *words = command
+    if os.sep in program:  # not resolved: by its link Python knows its environment
+        program = os.path.abspath(program)
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         log = Path(folder) / "log"
         with log.open("w") as output:
             process = subprocess.Popen(
-                command,
+                [program, *words],
                 env=inherited | settings,
                 cwd=folder,
                 stdout=output,

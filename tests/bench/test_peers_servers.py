@@ -41,3 +41,17 @@ def test_what_a_server_started_ends_with_it(tmp_path: Path) -> None:
         assert child.is_running()
     child.wait(timeout=60)
     assert not psutil.pid_exists(child.pid) or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_server_may_be_named_by_a_relative_path_and_by_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path / "server", "import sys; raise SystemExit(f'I am {sys.argv[0]}')")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "link").symlink_to("../server")
+    monkeypatch.chdir(tmp_path)
+    with (
+        pytest.raises(RuntimeError, match=f"I am {tmp_path}/bin/link"),
+        llamacpp("bin/link", "x.gguf", 1),
+    ):
+        pass
