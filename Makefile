@@ -16,7 +16,7 @@ TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadsco
 .PHONY: help install install-vllm native extras ray test-ray transports triton demo serve k8s-tools k8s-check test test-redis test-slow test-vllm test-vllm-short check format chaos chaos-long bench proto clean
 
 help: ## Show the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 install: $(VENV)/.installed ## Make .venv with Baton and what development needs
 
@@ -125,4 +125,4 @@ proto: install ## Regenerate the gRPC stubs from proto/
 	$(BIN)/python -m baton.rpc.regenerate
 
 clean: ## Remove .venv and caches
-	rm -rf $(VENV) build dist *.egg-info $(shell git ls-files --others --ignored --exclude-standard -- "*.so" 2>/dev/null) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info $(shell git ls-files --others --ignored --exclude-standard -- $(PACKAGES:%='%/*.so') 2>/dev/null) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
