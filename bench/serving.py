@@ -51,8 +51,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _measure(url: str, prefix: str, arguments: argparse.Namespace, report: Report) -> None:
-    levels = [1, *arguments.concurrency]  # the first warms up; its figures are replaced
-    for seed, concurrency in enumerate(levels, start=arguments.seed):
+    for number, concurrency in enumerate([1, *arguments.concurrency]):
         load = Load(
             concurrency=concurrency,
             requests=concurrency * arguments.rounds,
@@ -60,8 +59,9 @@ def _measure(url: str, prefix: str, arguments: argparse.Namespace, report: Repor
             output_tokens=arguments.output_tokens,
             vocab=SHAPES[arguments.shape].vocab,
         )
-        outcome = asyncio.run(run_load(url, "bench", load, seed=seed))
-        _record(outcome, prefix, concurrency, report)
+        outcome = asyncio.run(run_load(url, "bench", load, seed=arguments.seed + number))
+        if number:  # the first one warms up
+            _record(outcome, prefix, concurrency, report)
 
 
 def _record(outcome: Outcome, prefix: str, concurrency: int, report: Report) -> None:
