@@ -16,10 +16,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, quantiles
+from statistics import fmean
 
 from baton.config.rules import POLICIES
 from baton.errors import BatonError
+from bench.harness.percentile import percentile
 from bench.harness.report import Report, Setting
 from bench.harness.trace import TracedRequest, read_trace
 from bench.simulated.cluster import Outcome, Replay
@@ -47,7 +48,7 @@ class Summary:
         prompts = sum(served.input_tokens for served in outcome.served)
         return cls(
             ttft_mean_s=fmean(ttfts),
-            ttft_p90_s=quantiles(ttfts, n=10)[-1],
+            ttft_p90_s=percentile(ttfts, 0.9),
             tbt_attainment=fmean([tbt_s <= TBT_TARGET_S for tbt_s in tbts]) if tbts else 1.0,
             cached_share=sum(served.cached_tokens for served in outcome.served) / prompts,
             prefill_busy_share=outcome.prefill_busy_share,

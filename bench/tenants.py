@@ -28,6 +28,7 @@ from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
+from bench.harness.percentile import percentile
 from bench.harness.redis_server import redis_server
 from bench.harness.report import Report
 from bench.harness.server import serving
@@ -105,10 +106,10 @@ class Bench:
             one, other = self._drive([quiet, flood])
             beside.add(one)
             flooding.add(other)
-        self._note("p50_ttft_alone_s", _quantile(alone.ttfts_s, 0.5))
-        self._note("p50_ttft_flooded_s", _quantile(beside.ttfts_s, 0.5))
-        self._note("p99_ttft_alone_s", _quantile(alone.ttfts_s, 0.99))
-        self._note("p99_ttft_flooded_s", _quantile(beside.ttfts_s, 0.99))
+        self._note("p50_ttft_alone_s", percentile(alone.ttfts_s, 0.5))
+        self._note("p50_ttft_flooded_s", percentile(beside.ttfts_s, 0.5))
+        self._note("p99_ttft_alone_s", percentile(alone.ttfts_s, 0.99))
+        self._note("p99_ttft_flooded_s", percentile(beside.ttfts_s, 0.99))
         figures = self._report.figures
         self._note("p99_ttft_ratio", figures["p99_ttft_flooded_s"] / figures["p99_ttft_alone_s"])
         self._note_slowest(beside)
@@ -130,7 +131,7 @@ class Bench:
             tokens = self._arguments.output_tokens + self._arguments.prompt_tokens
             goodput[times] = in_time * tokens / max(seen.ends_s)
             self._note(f"goodput_tokens_per_s_{times}x", goodput[times])
-            self._note(f"p99_ttft_{times}x_s", _quantile(seen.ttfts_s, 0.99))
+            self._note(f"p99_ttft_{times}x_s", percentile(seen.ttfts_s, 0.99))
             self._note(f"failed_{times}x", seen.failed)
         self._note("goodput_ratio_5x", goodput[5] / goodput[1])
 
@@ -299,11 +300,6 @@ def _address(directory: Path, role: str) -> str:
 
 def _hashed(key: str) -> str:
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 if __name__ == "__main__":

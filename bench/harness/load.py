@@ -16,6 +16,8 @@ from urllib.parse import SplitResult, urlsplit
 
 import h11
 
+from bench.harness.percentile import percentile
+
 _TIMEOUT_S = 600.0
 _MOST_BYTES = 1 << 16
 
@@ -229,18 +231,14 @@ def _read(parts: Iterator[tuple[float, bytes]]) -> tuple[list[float], int]:
 
 
 def _summary(timelines: list[Timeline], elapsed_s: float) -> Outcome:
-    ttfts = sorted(timeline.ttft_s * 1e3 for timeline in timelines)
-    tpots = sorted(timeline.tpot_s * 1e3 for timeline in timelines)
-    gaps = sorted(gap * 1e3 for timeline in timelines for gap in timeline.gaps_s)
+    ttfts = [timeline.ttft_s * 1e3 for timeline in timelines]
+    tpots = [timeline.tpot_s * 1e3 for timeline in timelines]
+    gaps = [gap * 1e3 for timeline in timelines for gap in timeline.gaps_s]
     return Outcome(
         output_tok_s=sum(timeline.output_tokens for timeline in timelines) / elapsed_s,
         ttft_ms=statistics.median(ttfts),
-        ttft_p99_ms=_percentile(ttfts, 0.99),
+        ttft_p99_ms=percentile(ttfts, 0.99),
         tpot_ms=statistics.median(tpots),
-        tpot_p99_ms=_percentile(tpots, 0.99),
-        itl_p99_ms=_percentile(gaps, 0.99) if gaps else 0.0,
+        tpot_p99_ms=percentile(tpots, 0.99),
+        itl_p99_ms=percentile(gaps, 0.99) if gaps else 0.0,
     )
-
-
-def _percentile(ordered: list[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

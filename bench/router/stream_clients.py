@@ -9,10 +9,12 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
-from statistics import quantiles
+from statistics import median
 from typing import cast
 
 import uvloop
+
+from bench.harness.percentile import percentile
 
 _EVENT_END = b"\n\n"
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -149,14 +151,14 @@ async def _run(orders: Orders) -> Counts:
     begun_s = time.perf_counter()
     clients = [await _connect(orders, output_tokens) for output_tokens in wanted]
     await asyncio.gather(*(client.done for client in clients))
-    percentiles = quantiles((gap_s for client in clients for gap_s in client.gaps_s), n=100)
+    gaps_s = [gap_s for client in clients for gap_s in client.gaps_s]
     return Counts(
         tokens=sum(wanted) * orders.rounds,
         events=sum(client.events for client in clients),
         elapsed_s=time.perf_counter() - begun_s,
         ttfts_s=[ttft_s for client in clients for ttft_s in client.ttfts_s],
-        gap_p50_s=percentiles[49],
-        gap_p99_s=percentiles[98],
+        gap_p50_s=median(gaps_s),
+        gap_p99_s=percentile(gaps_s, 0.99),
     )
 
 

@@ -68,3 +68,10 @@ def test_the_report_has_the_figures_of_each_policy(trace, tmp_path):
         assert figures[f"ttft_mean_s_{policy}"] > 0
         assert figures[f"ttft_p90_s_{policy}"] > 0
         assert 0 <= figures[f"tbt_attainment_{policy}"] <= 1
+
+
+def test_a_single_request_has_percentiles_too(trace):
+    summary = Summary.of(
+        Replay(read_trace(trace, 1), HARDWARE).run("predictive", speedup=1.0, seed=0)
+    )
+    assert summary.ttft_p90_s == summary.ttft_mean_s
