@@ -55,22 +55,31 @@ def over_all_shapes(figures: Mapping[str, float], shapes: Iterable[str]) -> dict
 
 
 def _ratios(shape: str, level: str, name: str, ours: Outcome, other: Outcome) -> dict[str, float]:
+    sides = _sides(shape, level, name, ours, other)
+    # There is no time per token after the first where one token was asked for, or all came at once.
+    return {ratio: above / below for ratio, (above, below) in sides.items() if above and below}
+
+
+def _sides(
+    shape: str, level: str, name: str, ours: Outcome, other: Outcome
+) -> dict[str, tuple[float, float]]:
+    """What is divided by what."""
     alone = level == "c1"
     match name:
         case "vllm" | "vllm_float32" | "transformers" | "transformers_float32":
-            ratios = {f"ratio_{name}_{shape}_{level}": ours.output_tok_s / other.output_tok_s}
+            sides = {f"ratio_{name}_{shape}_{level}": (ours.output_tok_s, other.output_tok_s)}
             if alone:
-                ratios[f"ttft_over_{name}_{shape}_c1"] = ours.ttft_ms / other.ttft_ms
-                ratios[f"tpot_over_{name}_{shape}_c1"] = ours.tpot_ms / other.tpot_ms
-            return ratios
+                sides[f"ttft_over_{name}_{shape}_c1"] = (ours.ttft_ms, other.ttft_ms)
+                sides[f"tpot_over_{name}_{shape}_c1"] = (ours.tpot_ms, other.tpot_ms)
+            return sides
         case "llamacpp" if alone:
-            return {f"ratio_llamacpp_{shape}_b1": other.tpot_ms / ours.tpot_ms}
+            return {f"ratio_llamacpp_{shape}_b1": (other.tpot_ms, ours.tpot_ms)}
         case "llamacpp_q8_0" if alone:
-            return {f"ratio_llamacpp_int8_{shape}_b1": other.tpot_ms / ours.tpot_ms}
+            return {f"ratio_llamacpp_int8_{shape}_b1": (other.tpot_ms, ours.tpot_ms)}
         case "int8" if alone:
-            return {f"int8_over_bf16_{shape}_b1": ours.tpot_ms / other.tpot_ms}
+            return {f"int8_over_bf16_{shape}_b1": (ours.tpot_ms, other.tpot_ms)}
         case "hybrid" | "hybrid_paced" if level == "prompts":
-            return {f"tpot_p99_pd_over_{name}_{shape}": ours.tpot_p99_ms / other.tpot_p99_ms}
+            return {f"tpot_p99_pd_over_{name}_{shape}": (ours.tpot_p99_ms, other.tpot_p99_ms)}
     return {}
 
 

@@ -71,6 +71,14 @@ def test_without_peers_there_are_no_ratios() -> None:
     assert not [name for name in figures if "ratio" in name or "over" in name]
 
 
+@pytest.mark.parametrize("whose", ["hybrid", "vllm"])
+def test_a_server_whose_tokens_came_at_once_has_no_time_per_token_to_compare(whose: str) -> None:
+    measured = {(name, "c1"): [outcome()] for name in ("hybrid", "vllm")}
+    measured[whose, "c1"] = [outcome(tpot_ms=0.0)]
+    ratios = [name for name in peer_figures("tiny", measured) if "ratio" in name or "over" in name]
+    assert ratios == ["ratio_vllm_tiny_c1", "ttft_over_vllm_tiny_c1"]
+
+
 def test_of_several_shapes_the_worst_is_told() -> None:
     figures = {
         "tpot_p99_pd_over_hybrid_a": 0.4,
