@@ -35,7 +35,10 @@ def main() -> None:
     """Entry point."""
     arguments = _arguments()
     if arguments.merge:
-        document = merge_parts(arguments.merge, partial(over_all_shapes, shapes=SHAPES))
+        try:
+            document = merge_parts(arguments.merge, partial(over_all_shapes, shapes=SHAPES))
+        except (OSError, ValueError) as error:
+            sys.exit(str(error))
         write_document(document, arguments.json)
         return
     # A signal that ends this process, as of a time limit, ends the server whose turn it is too.

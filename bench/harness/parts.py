@@ -1,12 +1,18 @@
-"""Puts the reports of a benchmark that ran in parts together: one benchmark, one revision, one machine."""
+"""Puts the reports of a benchmark that ran in parts together: one benchmark, one revision, one machine with the same
+compiled code.
+"""
 
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-_ALIKE = ("benchmark", "revision", "hardware", "versions")
-_LOAD = ("dtype", "input_tokens", "output_tokens", "requests", "prompt_tokens", "prompt_clients")
+_ALIKE = ("benchmark", "revision", "hardware", "kernels", "versions")
+_LOAD = (
+    *("dtype", "tbt_target", "input_tokens", "output_tokens", "requests"),
+    *("prompt_tokens", "prompt_clients"),
+)
 """Settings that say what a figure means."""
 
 
@@ -20,9 +26,11 @@ def merge_parts(
     `settings` lists those of the parts.
 
     Raises:
-        ValueError: A part is of another benchmark, revision, machine or load, or of other versions, than the first.
+        OSError: A file cannot be read.
+        ValueError: A file is no report, or one of another benchmark, revision, machine or load, or of other versions or
+            kernels, than the first.
     """
-    parts = [json.loads(file.read_text()) for file in files]
+    parts = [_read(file) for file in files]
     first = parts[0]
     for file, part in zip(files, parts, strict=True):
         for field in _ALIKE:
@@ -43,3 +51,13 @@ def merge_parts(
         "figures": dict(sorted((figures | summary(figures)).items())),
         "settings": [part["settings"] for part in parts],
     }
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        part = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    if not isinstance(part, dict) or not part.keys() >= {*_ALIKE, "figures", "settings"}:
+        raise ValueError(f"{file} is no report of a run")
+    return part

@@ -9,6 +9,7 @@ from bench.harness.parts import merge_parts
 
 def part(file: Path, revision: str = "r", **figures: float) -> Path:
     document = {"benchmark": "b", "revision": revision, "hardware": {"cores": 2}, "versions": {}}
+    document["kernels"] = {"kernels": "x86_64_v3"}
     file.write_text(json.dumps(document | {"figures": figures, "settings": {"file": file.name}}))
     return file
 
@@ -26,6 +27,7 @@ def test_figures_of_all_parts_stand_in_one_report(tmp_path: Path) -> None:
     assert merged["figures"] == {"ours": 2.0, "ratio_a": 5.0, "ratio_b": 6.0, "total": 13.0}
     assert merged["settings"] == [{"file": "a"}, {"file": "b"}]
     assert merged["benchmark"] == "b"
+    assert merged["kernels"] == {"kernels": "x86_64_v3"}
 
 
 def test_parts_that_measured_other_loads_are_not_put_together(tmp_path: Path) -> None:
@@ -41,3 +43,17 @@ def test_parts_of_different_revisions_are_not_put_together(tmp_path: Path) -> No
     files = [part(tmp_path / "a"), part(tmp_path / "b", revision="other")]
     with pytest.raises(ValueError, match=r"revision: r in .*, but other in"):
         merge_parts(files, total)
+
+
+def test_parts_of_different_compiled_code_are_not_put_together(tmp_path: Path) -> None:
+    files = [part(tmp_path / "a"), part(tmp_path / "b")]
+    files[1].write_text(files[1].read_text().replace("x86_64_v3", "not built"))
+    with pytest.raises(ValueError, match=r"kernels: .*x86_64_v3.* in .*, but .*not built.* in"):
+        merge_parts(files, total)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"figures": {}}'])
+def test_what_is_no_report_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "b").write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path / 'b'}"):
+        merge_parts([part(tmp_path / "a"), tmp_path / "b"], total)
