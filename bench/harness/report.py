@@ -15,6 +15,7 @@ import psutil
 from baton import native
 from baton.cpu_features import cpu_flags, cpu_name
 
+_ROOT = Path(__file__).resolve().parents[2]
 _VERSIONS = ("torch", "triton", "transformers", "grpcio", "fastapi", "uvicorn", "numpy")
 
 _PRODUCTS = ("avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
@@ -65,7 +66,8 @@ def write_document(document: Mapping[str, object], path: Path) -> None:
 
 
 def _revision() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    """Of this tree, wherever the benchmark was started."""
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         described = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired):  # an image for GPUs may lack git

@@ -1,6 +1,7 @@
 """A report says on what it was measured."""
 
 import json
+import subprocess
 
 from baton import native
 from baton.cpu_features import cpu_flags
@@ -33,3 +34,17 @@ def test_where_there_is_no_git_the_revision_is_unknown(tmp_path, monkeypatch):
     path = tmp_path / "report.json"
     Report(benchmark="some", settings={}).write(path)
     assert json.loads(path.read_text())["revision"] == "unknown"
+
+
+def test_the_revision_is_that_of_this_tree_wherever_a_benchmark_is_started(tmp_path, monkeypatch):
+    path = tmp_path / "report.json"
+    report = Report(benchmark="some", settings={})
+    report.write(path)
+    here = json.loads(path.read_text())["revision"]
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True, timeout=60)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    command = ["git", "-C", str(tmp_path), *identity, "commit", "--quiet", "--allow-empty", "-mx"]
+    subprocess.run(command, check=True, timeout=60)
+    monkeypatch.chdir(tmp_path)
+    report.write(path)
+    assert json.loads(path.read_text())["revision"] == here
