@@ -131,7 +131,11 @@ async def _request(
 def main() -> None:
     """Entry point."""
     orders = Orders(**json.loads(sys.stdin.readline()))
-    print(json.dumps(asdict(uvloop.run(send(orders)))))
+    seen = json.dumps(asdict(uvloop.run(send(orders))))
+    # A write that waits for room in the pipe can be interrupted, as by what uvloop leaves of an io_uring. With
+    # PYTHONUNBUFFERED `print` loses the rest of it; what has a buffer goes on.
+    with open(sys.stdout.fileno(), "w", closefd=False) as output:
+        output.write(seen + "\n")
 
 
 if __name__ == "__main__":
