@@ -40,6 +40,7 @@ import psutil
 from bench.harness.report import Report
 from bench.harness.server import serving
 from bench.harness.shapes import SHAPES, write_model
+from bench.peers.contest import FAULTS
 from bench.peers.servers import vllm, vllm_nixl_pair
 
 _CLIENTS = 10
@@ -135,12 +136,13 @@ def main() -> None:
                     continue
                 try:
                     figures = _under_fault(name, fault, directory, arguments)
-                except RuntimeError as error:
-                    report.settings[f"absent_{name}_{fault}"] = str(error)[:500]
+                except FAULTS as error:
+                    report.settings[f"absent_{name}_{fault}"] = f"{error}"[-500:]
                     print(name, fault, f"absent: {error}", flush=True)
-                    continue
-                report.figures |= {f"{name}_{fault}_{key}": value for key, value in figures.items()}
-                print(name, fault, figures, flush=True)
+                else:
+                    found = {f"{name}_{fault}_{key}": value for key, value in figures.items()}
+                    report.figures |= found
+                    print(name, fault, figures, flush=True)
                 if arguments.json:
                     report.write(arguments.json)
 
@@ -155,6 +157,8 @@ def _under_fault(
 @contextmanager
 def _started(name: str, model: str, dtype: str, vllm_python: str) -> Iterator[str]:
     """One server of its own for each fault, since some do not survive it."""
+    if name != "baton" and not vllm_python:
+        raise RuntimeError("no --vllm-python was named")
     if name == "baton":
         with serving(model, "--dtype", dtype, *_OURS[name]) as url:
             yield url

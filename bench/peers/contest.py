@@ -11,7 +11,7 @@ from bench.harness.load import Load, Outcome, run_load, run_under
 from bench.peers.contenders import Contender
 from bench.peers.figures import Measured
 
-_FAULTS = (
+FAULTS = (
     RuntimeError,
     ImportError,
     OSError,
@@ -102,7 +102,7 @@ class Contest:
         try:
             with self._contenders[name].start() as url:
                 self._measure(url, name, turn)
-        except* _FAULTS as faults:
+        except* FAULTS as faults:
             self.absent[name] = _reason(faults)
             print(f"{self._shape} {name:20} is absent: {self.absent[name]}", flush=True)
 

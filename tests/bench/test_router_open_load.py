@@ -80,9 +80,8 @@ def test_what_is_more_than_a_pipe_holds_is_told_whole(url: str) -> None:
         process.stdin.write(json.dumps(asdict(orders)).encode() + b"\n")
         process.stdin.flush()
         eventually(lambda: held_bytes(read) == PIPE_BYTES)
-        process.send_signal(
-            signal.SIGSTOP
-        )  # a write that waits for room ends with what it has written
+        # A write that waits for room ends with what it has written.
+        process.send_signal(signal.SIGSTOP)
         eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
         process.send_signal(signal.SIGCONT)
         with open(read) as printed:
