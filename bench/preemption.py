@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 _BLOCK_TOKENS = 16
 _SPARE_PAGES = 4
+_LEAST_OUTPUT = (_SPARE_PAGES // 2 + 2) * _BLOCK_TOKENS
+"""Tokens with which two sequences of any length outgrow the spare pages, and the later one has some left."""
+
 _FIRST, _SECOND = SeqId("bench/first"), SeqId("bench/second")
 _SECRET = bytes(32)
 
@@ -172,7 +175,9 @@ def _build(directory: Path, context: int) -> "tuple[BuiltEngine, WorkerMemory]":
     layout = kv_layout(load_spec(directory), torch.float32, _BLOCK_TOKENS)
     pages = 2 * -(-context // _BLOCK_TOKENS) + _SPARE_PAGES
     built = build_engine(
-        ModelConfig(model=str(directory), dtype="float32", max_model_len=2 * context),
+        ModelConfig(
+            model=str(directory), dtype="float32", max_model_len=context + _output(context)
+        ),
         EngineConfig(block_size=_BLOCK_TOKENS, kv_cache_memory_bytes=pages * layout.page_bytes),
         secret=_SECRET,
         memory=memory,
@@ -182,11 +187,15 @@ def _build(directory: Path, context: int) -> "tuple[BuiltEngine, WorkerMemory]":
     return built, memory
 
 
+def _output(context: int) -> int:
+    return max(context, _LEAST_OUTPUT)
+
+
 def _prompt(context: int, number: int) -> Prompt:
     tokens = tuple(10 + (number * 7919 + place * 31) % 4096 for place in range(context))
     return Prompt(
         prompt_tokens=tokens,
-        sampling=SamplingParams(max_tokens=context, temperature=0.0, ignore_eos=True),
+        sampling=SamplingParams(max_tokens=_output(context), temperature=0.0, ignore_eos=True),
     )
 
 
