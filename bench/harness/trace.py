@@ -48,13 +48,17 @@ def read_trace(path: Path, limit: int) -> list[TracedRequest]:
     """The first `limit` requests of the file.
 
     Raises:
-        ConfigError: There is no request in it.
-        msgspec.ValidationError: A line is not of this format.
+        ConfigError: There is no request in it, or a line is not of this format.
         OSError: The file cannot be read.
     """
     decoder = msgspec.json.Decoder(_Line)
+    requests = []
     with path.open("rb") as lines:
-        requests = [_request(decoder.decode(line)) for line in islice(lines, limit)]
+        for number, line in enumerate(islice(lines, limit), 1):
+            try:
+                requests.append(_request(decoder.decode(line)))
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{path}, line {number}: {error}", param="--trace") from error
     if not requests:
         raise ConfigError(f"{path}: no request is in this trace", param="--trace")
     return requests

@@ -1,4 +1,3 @@
-import msgspec
 import pytest
 
 from baton.errors import ConfigError
@@ -21,7 +20,7 @@ def test_only_the_first_requests_are_read(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text((LINE % (0, 10, [1])) * 5 + "no JSON")
     assert len(read_trace(path, 5)) == 5
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(ConfigError, match=r"trace\.jsonl, line 6: JSON is malformed"):
         read_trace(path, 6)
 
 
@@ -29,4 +28,11 @@ def test_a_trace_without_a_request_is_refused_by_name(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text("")
     with pytest.raises(ConfigError, match=r"trace\.jsonl: no request"):
+        read_trace(path, 10)
+
+
+def test_a_line_of_another_format_is_refused_by_its_number(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(LINE % (0, 10, [1]) + '{"timestamp": 1}\n')
+    with pytest.raises(ConfigError, match=r"trace\.jsonl, line 2: .*`input_length`"):
         read_trace(path, 10)
