@@ -5,10 +5,16 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
-_READY = re.compile(r"ready on (http://\S+)")
+from bench.harness.stopping import stoppable
+
+_READY = re.compile(r"ready on (http://\S+)\s")
+_LOOK_S = 0.05
 
 
 @contextmanager
@@ -33,33 +39,35 @@ def serving(
     """
     command = [python, "-m", module, "serve", model, "--port", "0"]
     command += ["--served-model-name", "bench", "--log-level", "warning", *flags]
-    process = subprocess.Popen(
-        command,
-        env=os.environ | (settings or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    # Asked to stop, a benchmark takes its cluster along.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield _wait_ready(process)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        process.send_signal(signal.SIGTERM)
+    # Into a file: a pipe that nobody reads holds a cluster up once it is full.
+    with stoppable(), tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        log = Path(folder) / "log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                env=os.environ | (settings or {}),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         try:
-            process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()  # its workers notice, and leave
-            process.communicate()
-            raise
+            yield _wait_ready(process, log)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its workers notice, and leave
+                process.wait()
+                raise
 
 
-def _wait_ready(process: subprocess.Popen[str]) -> str:
-    printed: list[str] = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        printed.append(line)
-        if found := _READY.search(line):
+def _wait_ready(process: "subprocess.Popen[bytes]", log: Path) -> str:
+    while True:
+        ended = process.poll() is not None
+        printed = log.read_text(errors="replace")
+        if found := _READY.search(printed):
             return found.group(1)
-    raise RuntimeError("the cluster did not start:\n" + "".join(printed[-20:]))
+        if ended:
+            last = "\n".join(printed.splitlines()[-20:])
+            raise RuntimeError(f"the cluster did not start:\n{last}")
+        time.sleep(_LOOK_S)
