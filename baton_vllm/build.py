@@ -256,8 +256,8 @@ def _open(
 
 
 def _check_kernels(core: Any, model: ModelConfig) -> None:
-    """Computes a token. What vLLM is built with differs from processor to processor: without AVX-512 most of what
-    multiplies quantised weights is missing, which it finds in the first step.
+    """Computes a token. What vLLM is built with differs from processor to processor: without AVX-512 what multiplies
+    weights of 4 bits is missing, which it finds in the first step.
 
     Raises:
         ModelLoadError: It cannot compute with these weights here.

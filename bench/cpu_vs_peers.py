@@ -13,7 +13,6 @@ What takes long runs in parts, which `--merge` puts into one report. Both sides 
 """
 
 import argparse
-import signal
 import sys
 import tempfile
 from functools import partial
@@ -22,6 +21,7 @@ from pathlib import Path
 from bench.harness.parts import merge_parts
 from bench.harness.report import Report, write_document
 from bench.harness.shapes import SHAPES, write_model
+from bench.harness.stopping import stoppable
 from bench.peers.contenders import NAMES, OURS, Terms, contenders
 from bench.peers.contest import Contest, Sizes
 from bench.peers.figures import over_all_shapes, peer_figures
@@ -31,6 +31,7 @@ _NO_SETTINGS = {"json", "merge", "vllm_python", "llamacpp_server"}
 """Where something lies on one machine; the report lists absent servers itself."""
 
 
+@stoppable()
 def main() -> None:
     """Entry point."""
     arguments = _arguments()
@@ -41,8 +42,6 @@ def main() -> None:
             sys.exit(str(error))
         write_document(document, arguments.json)
         return
-    # A signal that ends this process, as of a time limit, ends the server whose turn it is too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     settings = {name: value for name, value in vars(arguments).items() if name not in _NO_SETTINGS}
     report = Report(benchmark="cpu_vs_peers", settings=settings)
     absent: dict[str, str] = {}

@@ -25,7 +25,6 @@ import asyncio
 import json
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -40,6 +39,7 @@ import psutil
 from bench.harness.report import Report
 from bench.harness.server import serving
 from bench.harness.shapes import SHAPES, write_model
+from bench.harness.stopping import stoppable
 from bench.peers.contest import FAULTS
 from bench.peers.servers import vllm, vllm_nixl_pair
 
@@ -118,6 +118,7 @@ class Stream:
         self.end, self.ended_s = end, time.monotonic()
 
 
+@stoppable()
 def main() -> None:
     """Entry point."""
     arguments = _arguments()
@@ -125,8 +126,6 @@ def main() -> None:
         name: getattr(arguments, name)
         for name in ("only", "faults", "dtype", "tokens", "patience", "stopped")
     }
-    # A signal that ends this process, as of a time limit, ends the server that is measured too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     report = Report(benchmark="peer_faults", settings=settings)
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as directory:
         write_model(SHAPES["llama116m"], Path(directory))
@@ -137,7 +136,7 @@ def main() -> None:
                 try:
                     figures = _under_fault(name, fault, directory, arguments)
                 except FAULTS as error:
-                    report.settings[f"absent_{name}_{fault}"] = f"{error}"[-500:]
+                    report.settings[f"absent_{name}_{fault}"] = str(error)[-500:]
                     print(name, fault, f"absent: {error}", flush=True)
                 else:
                     found = {f"{name}_{fault}_{key}": value for key, value in figures.items()}

@@ -19,7 +19,6 @@ SERVER_FIGURE_LEVEL                what each measured, medians over the turns
 
 import argparse
 import random
-import signal
 import statistics
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from bench.harness.load import Outcome
 from bench.harness.report import Report
 from bench.harness.server import serving
 from bench.harness.shapes import SHAPES, write_model
+from bench.harness.stopping import stoppable
 from bench.peers.contenders import Contender
 from bench.peers.contest import Contest, Sizes
 from bench.peers.servers import vllm, vllm_nixl_pair
@@ -45,11 +45,10 @@ _TIMED_PROMPTS = 3
 _NAMES = ("hybrid", "vllm_serve", "pd", "vllm_nixl_pd")
 
 
+@stoppable()
 def main() -> None:
     """Entry point."""
     arguments = _arguments()
-    # A signal that ends this process, as of a time limit, ends the server whose turn it is too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     report = Report(
         benchmark="vllm_engine",
         settings={

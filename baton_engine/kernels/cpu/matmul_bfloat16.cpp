@@ -17,8 +17,9 @@ constexpr int64_t MOST_DECODED = LANES == 16 ? 4 : TILE;
 // is written and read once more for them costs more than widening again does.
 constexpr bool IN_REGISTERS = LANES == 8;
 constexpr int64_t BLOCK_TILES = BLOCK / TILE;
-constexpr int64_t FEW = 96;    // rows up to which what a thread takes lies in one piece
-constexpr int64_t AHEAD = 32;  // pairs of a panel, of which those to come are sent for
+constexpr int64_t LOW = 8 / ACROSS;  // rows below which a tile is low
+constexpr int64_t FEW = 96;          // rows up to which what a thread takes lies in one piece
+constexpr int64_t AHEAD = 32;        // pairs of a panel, of which those to come are sent for
 
 inline Vec low(Words pairs) { return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(pairs) << 16); }
 inline Vec high(Words pairs) {
@@ -118,7 +119,7 @@ class Product {
    public:
     Product(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed)
         : matrix(matrix), x(x), outputs{out, matrix.scales, matrix.bias, rows, matrix.columns},
-          inputs(matrix.inputs), pairs(pairs_of(matrix)), panels(panels_of(matrix)), tiling{rows}, packed(packed) {}
+          inputs(matrix.inputs), pairs(pairs_of(matrix)), panels(panels_of(matrix)), tiling{rows, LOW}, packed(packed) {}
 
     // Called by every thread of a team.
     void run() {
@@ -144,23 +145,29 @@ class Product {
 
     template <typename Panel>
     void multiply_by() const {
-        if (tiling.rows <= (matrix.codes ? MOST_DECODED : TILE)) {
+        constexpr bool STREAMS = IN_REGISTERS && !Panel::IS_COMPRESSED;
+        if (tiling.rows <= (Panel::IS_COMPRESSED ? MOST_DECODED : TILE)) {
             with_count<TILE>(tiling.rows, [&](auto rows) { stream_panels<rows, Panel>(); });
-        } else if (IN_REGISTERS && !matrix.codes && tiling.rows <= FEW) {
+        } else if (STREAMS && tiling.rows <= FEW) {
 #pragma omp for schedule(guided, 1)
-            for (int64_t panel = 0; panel < panels; panel++) stream_block(panel, 0, tiling.count());
+            for (int64_t panel = 0; panel < panels; panel++) multiply_block<STREAMS, Panel>(panel, 0, tiling.count());
         } else {
             int64_t tiles = tiling.count(), blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES;
 #pragma omp for schedule(dynamic, 1)
             for (int64_t item = 0; item < panels * blocks; item++) {
-                int64_t panel = item % panels, begin = item / panels * BLOCK_TILES;
-                int64_t end = std::min(begin + BLOCK_TILES, tiles);
-                if (IN_REGISTERS && !matrix.codes)
-                    stream_block(panel, begin, end);
-                else
-                    multiply_block<Panel>(panel, begin, end);
+                int64_t begin = item / panels * BLOCK_TILES;
+                multiply_block<STREAMS, Panel>(item % panels, begin, std::min(begin + BLOCK_TILES, tiles));
             }
         }
+    }
+
+    // One panel times the tiles from `begin` to `end`.
+    template <bool STREAMS, typename Panel>
+    void multiply_block(int64_t panel, int64_t begin, int64_t end) const {
+        if constexpr (STREAMS)
+            stream_block(panel, begin, end);
+        else
+            widen_block<Panel>(panel, begin, end);
     }
 
     template <int R, typename Panel>
@@ -176,7 +183,7 @@ class Product {
         }
     }
 
-    // One panel times these tiles: it stays in a near cache, and the next one comes meanwhile.
+    // It stays in a near cache, and the next one comes meanwhile.
     void stream_block(int64_t panel, int64_t begin, int64_t end) const {
         for (int64_t tile = begin; tile < end; tile++)
             with_count<TILE>(tiling.height(tile), [&](auto rows) {
@@ -193,9 +200,9 @@ class Product {
         outputs.put(sums, P * PANEL, tiling.first(tile), R, first * PANEL);
     }
 
-    // The same with a panel that is widened for all of them.
+    // It is widened for all of them.
     template <typename Panel>
-    void multiply_block(int64_t index, int64_t begin, int64_t end) const {
+    void widen_block(int64_t index, int64_t begin, int64_t end) const {
         static thread_local std::vector<float> memory;
         float* wide = kept(memory, (DEPTH + BLOCK) * PANEL);
         float* sums = wide + DEPTH * PANEL;

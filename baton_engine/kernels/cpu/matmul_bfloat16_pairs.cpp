@@ -11,7 +11,7 @@ namespace baton {
 namespace {
 
 constexpr int64_t ROWS = 96;   // that a thread multiplies with a panel at once
-constexpr int64_t LOW = 8;     // below so many rows a tile has too few sums to hide the latency of adding to them
+constexpr int64_t LOW = 8;     // rows below which a tile is low
 constexpr int64_t AHEAD = 64;  // pairs of a panel, of which those to come are sent for
 
 // What comes after a panel that stays, as multiply_panel prefetches it: `step` / 65536 lines per pair.
@@ -135,12 +135,10 @@ class PairProduct {
     // them, and which of how many tiles it is.
     template <typename Body>
     void with_tiles(int64_t begin, Body body) const {
-        const int64_t end = std::min(begin + ROWS, outputs.rows), parts = (end - begin + TILE - 1) / TILE;
-        for (int64_t first = begin, part = 0; first < end; part++) {
-            const int64_t height = tile_of(end - first);
-            with_count<TILE>(height, [&](auto rows) { body(rows, first, part, parts); });
-            first += height;
-        }
+        const Tiling tiling{std::min(ROWS, outputs.rows - begin), LOW};
+        const int64_t parts = tiling.count();
+        for (int64_t part = 0; part < parts; part++)
+            with_count<TILE>(tiling.height(part), [&](auto rows) { body(rows, begin + tiling.first(part), part, parts); });
     }
 
     // A panel (of gated ones two) stays in the second cache while the tiles pass over it, a compressed one as the plain
@@ -166,11 +164,6 @@ class PairProduct {
         const int64_t lines = 2 * pairs * input_bytes / 64;
         return {static_cast<const char*>(matrix.weight) + ((panel + 1) * lines + part * lines / parts) * 64,
                 (lines << 16) / (pairs * parts)};
-    }
-
-    // Rows of the next tile where so many are left: no last one that is low.
-    static int64_t tile_of(int64_t left) {
-        return left > TILE && left < TILE + LOW ? (left + 1) / 2 : std::min(TILE, left);
     }
 
     // sums [count][PANEL] become the columns from `column` on of the rows from `row` on. The processor rounds a whole

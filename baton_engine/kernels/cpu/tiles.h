@@ -29,12 +29,10 @@ static_assert(BLOCK % TILE == 0);
 // Floats that a product in float32 or int8 needs to hold its packed rows.
 inline int64_t packed_floats(int64_t rows, int64_t inputs) { return round_up(rows, TILE) * round_up(inputs, 64); }
 
-// How rows are divided among tiles. They have TILE rows, but the last ones share what is left where the last would be
-// low: have too few sums to hide the latency of adding to them.
+// How rows are divided among tiles. They have TILE rows, but the last two share what is left where the last would have
+// fewer than `low`: too few sums to hide the latency of adding to them.
 struct Tiling {
-    static constexpr int64_t LOW = 8 / ACROSS;
-
-    int64_t rows;
+    int64_t rows, low;
 
     int64_t count() const { return (rows + TILE - 1) / TILE; }
     int64_t height(int64_t tile) const { return first(tile + 1) - first(tile); }
@@ -43,7 +41,7 @@ struct Tiling {
     int64_t first(int64_t tile) const {
         const int64_t last = count() - 1, left = rows - (last - 1) * TILE;  // of the last two
         if (tile > last) return rows;
-        return tile == last && tile > 0 && left < TILE + LOW ? rows - left / 2 : tile * TILE;
+        return tile == last && tile > 0 && left < TILE + low ? rows - left / 2 : tile * TILE;
     }
 };
 
