@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -39,6 +40,7 @@ from baton_cluster.launch.plan import (
 )
 from baton_cluster.launch.runtime_dir import RuntimeDir, parent_dir, socket_address
 
+_LAST_WORDS_S = 2.0
 _ROLES = (ROUTER, POOL, *(role.value for role in Role), SIMULATED)
 _SIMULATED_FLAGS = {
     "--role": ("simulated.role", "prefill | decode | hybrid: which legs a simulated worker takes"),
@@ -240,8 +242,9 @@ def _become(config: BatonConfig, alone: Alone) -> None:
         raise
     ours, theirs = socket.socketpair()
     _in_background(lambda: ours.sendall(assignment))
-    _in_background(lambda: _tell(ours))
-    child.run(roles.ROLES[alone.role], theirs.detach(), interruptible=True)
+    telling = _in_background(lambda: _tell(ours))
+    hear_out = partial(telling.join, _LAST_WORDS_S)
+    child.run(roles.ROLES[alone.role], theirs.detach(), interruptible=True, hear_out=hear_out)
 
 
 def _assignment(config: BatonConfig, alone: Alone, runtime: RuntimeDir) -> Assignment:
@@ -295,5 +298,7 @@ def _tell(lifeline: socket.socket) -> None:
                     _log.error(message, code=code)
 
 
-def _in_background(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name="lifeline", daemon=True).start()
+def _in_background(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="lifeline", daemon=True)
+    thread.start()
+    return thread

@@ -85,12 +85,25 @@ class Child:
 RoleMain = Callable[[Child], Awaitable[None]]
 
 
-def run(role_main: RoleMain, lifeline_fd: int, *, interruptible: bool = False) -> None:
-    """Runs `role_main` as this process; does not return. `interruptible`: Ctrl-C is its own to handle, as SIGTERM."""
+def run(
+    role_main: RoleMain,
+    lifeline_fd: int,
+    *,
+    interruptible: bool = False,
+    hear_out: Callable[[], None] | None = None,
+) -> None:
+    """Runs `role_main` as this process; does not return.
+
+    Args:
+        role_main: What it is to be.
+        lifeline_fd: Of the launcher.
+        interruptible: Ctrl-C is its own to handle, as SIGTERM.
+        hear_out: Waits until all that the role said is heard, where that is a thread of this process, which ends with it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end = ChildEnd(socket.socket(fileno=lifeline_fd))
     stops = (signal.SIGTERM, signal.SIGINT) if interruptible else (signal.SIGTERM,)
-    _be(role_main, _assigned(end), end, stops)
+    _be(role_main, _assigned(end), end, stops, hear_out)
 
 
 def run_standby(
@@ -133,11 +146,18 @@ def _assigned(end: ChildEnd) -> Assignment:
 
 
 def _be(
-    role_main: RoleMain, assignment: Assignment, end: ChildEnd, stops: Sequence[signal.Signals]
+    role_main: RoleMain,
+    assignment: Assignment,
+    end: ChildEnd,
+    stops: Sequence[signal.Signals],
+    hear_out: Callable[[], None] | None = None,
 ) -> NoReturn:
     logs.configure(assignment.config.log, assignment.part.name)
     status = _run_to_end(role_main, assignment, end, stops)
     _take_leave(assignment)
+    if hear_out is not None:
+        end.hang_up()
+        hear_out()
     logging.shutdown()
     # Not sys.exit: a thread may still be loading weights or sit in a library that never returns, and what must be
     # undone has been.

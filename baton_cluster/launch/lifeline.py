@@ -152,6 +152,11 @@ class ChildEnd:
             except (BrokenPipeError, ConnectionResetError):
                 return
 
+    def hang_up(self) -> None:
+        """Says that nothing more is sent."""
+        with contextlib.suppress(OSError):  # nobody is there
+            self._sock.shutdown(socket.SHUT_WR)
+
     def watch(
         self, launcher_gone: Callable[[], None], told: Callable[[WorkersChanged], None]
     ) -> None:

@@ -136,6 +136,26 @@ def test_a_router_whose_port_is_taken_leaves_no_runtime_directory(home, monkeypa
     assert not (home / "run").exists()
 
 
+def test_a_worker_whose_address_is_taken_says_so_in_one_line(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        settings = {"BATON_CLUSTER_SECRET": SECRET, "BATON_CLUSTER_RUNTIME_DIR": str(tmp_path)}
+        command = [sys.executable, "-m", "baton_cluster.cli.main", "run", "simulated"]
+        ended = subprocess.run(
+            [*command, "--listen", address],
+            env=os.environ | settings,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    said = [line for line in ended.stderr.splitlines() if "cannot bind" in line]
+    assert ended.returncode == 1
+    assert len(said) == 1, ended.stderr
+    assert f"cannot bind {address}: it is taken" in said[0]
+    assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("engine", "given", "policy"),
     [("vllm", None, "passive"), ("vllm", "active", "active"), ("baton", None, None)],
