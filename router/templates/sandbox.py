@@ -14,6 +14,7 @@ bytes:
 
 import json
 import math
+import re
 import resource
 import signal
 import socket
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import datetime
+from hashlib import blake2b
 from typing import Any, NoReturn
 
 import jinja2
@@ -37,6 +39,10 @@ OK, REFUSED, EXHAUSTED = b"\0", b"\1", b"\2"
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands behind a message that the model is to continue, while it is rendered: what follows it is cut off."""
 
+
+_MISTRAL_CALLS = "[TOOL_CALLS]"
+"""What a template writes before calls that refuses ids of any other length than nine letters and digits."""
+_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 _COMMON_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -68,6 +74,7 @@ class ChatTemplate:
         self._max_chars = max_chars
         self._content_format = content_format
         self._takes_parts = False
+        self._has_mistral_ids = _MISTRAL_CALLS in source
         self._template: jinja2.Template | None = None
 
     def render(
@@ -93,7 +100,7 @@ class ChatTemplate:
             self._template = _environment().from_string(self._source)
         if "tool_calls" not in self._source and any(m.get("tool_calls") for m in messages):
             raise ValueError("it does not know calls of tools")
-        given = self._known_roles(messages)
+        given = [self._with_ids(message) for message in self._known_roles(messages)]
         if continue_last:
             given[-1]["content"] += _CONTINUE
         pieces, size = [], 0
@@ -121,6 +128,24 @@ class ChatTemplate:
             else dict(message)
             for message in messages
         ]
+
+    def _with_ids(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message with ids of calls that the template takes."""
+        if not self._has_mistral_ids:
+            return message
+        if "tool_call_id" in message:
+            message["tool_call_id"] = _mistral_id(message["tool_call_id"])
+        if "tool_calls" in message:
+            calls = message["tool_calls"]
+            message["tool_calls"] = [{**call, "id": _mistral_id(call["id"])} for call in calls]
+        return message
+
+
+def _mistral_id(call_id: str) -> str:
+    """One of nine letters and digits, the same whenever that call is told of again."""
+    if _MISTRAL_ID.fullmatch(call_id):
+        return call_id
+    return blake2b(call_id.encode(), digest_size=5).hexdigest()[:9]
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

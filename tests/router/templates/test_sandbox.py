@@ -106,3 +106,42 @@ def test_a_message_in_parts_can_be_gone_on_with():
 def test_a_role_that_shows_is_known_whether_as_text_or_as_json(content: str):
     source = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
     assert ChatTemplate(source, {}, 1000).render([{"role": "ipython", "content": content}])
+
+
+NINE = """{%- for m in messages %}{%- for c in m.tool_calls or [] %}
+{%- if c.id|length != 9 %}{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+{%- endif %}{{- "[TOOL_CALLS]" + c.id }}{%- endfor %}
+{%- if m.role == "tool" %}
+{%- if m.tool_call_id|length != 9 %}{{- raise_exception("and so should these") }}{%- endif %}
+{{- "[TOOL_RESULTS]" + m.tool_call_id + m.content }}{%- endif %}{%- endfor %}"""
+
+
+def called(call_id: str) -> list[dict[str, Any]]:
+    """A call, and what it gave."""
+    function = {"name": "now", "arguments": {"zone": "CET"}}
+    return [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "7:00", "tool_call_id": call_id},
+    ]
+
+
+def test_a_template_that_wants_short_ids_of_calls_is_given_such():
+    template = ChatTemplate(NINE, {}, 1000)
+    assert (
+        template.render(called("a1B2c3D4e")) == "[TOOL_CALLS]a1B2c3D4e[TOOL_RESULTS]a1B2c3D4e7:00"
+    )
+    told = [template.render(called(i)) for i in ("call_23a6f749d22824ea40cfaffe", "toolu_1", "c")]
+    for text in told:
+        call_id = text.removeprefix("[TOOL_CALLS]")[:9]
+        assert call_id.isalnum()
+        assert text == f"[TOOL_CALLS]{call_id}[TOOL_RESULTS]{call_id}7:00"
+    assert len(set(told)) == 3
+    assert template.render(called("c")) == told[2]
+    others = ChatTemplate(
+        "{{ messages[0].tool_calls[0].id }}{{ messages[1].tool_call_id }}", {}, 99
+    )
+    assert others.render(called("c")) == "cc"
