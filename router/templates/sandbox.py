@@ -23,13 +23,26 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import datetime
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.debug
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Const, For, Getattr, Getitem, Name, Node, Template, Test
+from jinja2.nodes import (
+    Add,
+    CallBlock,
+    Concat,
+    Const,
+    For,
+    Getattr,
+    Getitem,
+    Name,
+    Node,
+    Template,
+    Test,
+)
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -75,6 +88,7 @@ class ChatTemplate:
         self._content_format = content_format
         self._takes_parts = False
         self._has_mistral_ids = _MISTRAL_CALLS in source
+        self._joins_arguments = self._asks_for_none = False
         self._template: jinja2.Template | None = None
 
     def render(
@@ -94,13 +108,16 @@ class ChatTemplate:
             Exception: Whatever else a template may run into.
         """
         if self._template is None:
+            tree = parsed(self._source)
             self._takes_parts = self._content_format == "openai" or (
-                self._content_format == "auto" and _reads_parts_only(parsed(self._source))
+                self._content_format == "auto" and _reads_parts_only(tree)
             )
+            self._joins_arguments = _joins_arguments(tree)
+            self._asks_for_none = _asks_for_none(tree)
             self._template = _environment().from_string(self._source)
         if "tool_calls" not in self._source and any(m.get("tool_calls") for m in messages):
             raise ValueError("it does not know calls of tools")
-        given = [self._with_ids(message) for message in self._known_roles(messages)]
+        given = [self._with_calls(message) for message in self._known_roles(messages)]
         if continue_last:
             given[-1]["content"] += _CONTINUE
         pieces, size = [], 0
@@ -129,16 +146,22 @@ class ChatTemplate:
             for message in messages
         ]
 
-    def _with_ids(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message with ids of calls that the template takes."""
-        if not self._has_mistral_ids:
-            return message
-        if "tool_call_id" in message:
+    def _with_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message with its calls, or the id of the one whose result it is, as the template reads them."""
+        if self._has_mistral_ids and "tool_call_id" in message:
             message["tool_call_id"] = _mistral_id(message["tool_call_id"])
         if "tool_calls" in message:
-            calls = message["tool_calls"]
-            message["tool_calls"] = [{**call, "id": _mistral_id(call["id"])} for call in calls]
+            message["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+            if self._asks_for_none and not message["content"]:
+                message["content"] = None
         return message
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if self._joins_arguments:
+            function = {**function, "arguments": _tojson(function["arguments"])}
+        call_id = _mistral_id(call["id"]) if self._has_mistral_ids else call["id"]
+        return {**call, "id": call_id, "function": function}
 
 
 def _mistral_id(call_id: str) -> str:
@@ -149,7 +172,8 @@ def _mistral_id(call_id: str) -> str:
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+    text = message["content"]
+    return {**message, "content": None if text is None else [{"type": "text", "text": text}]}
 
 
 def _check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
@@ -184,11 +208,29 @@ def _reads_parts_only(template: Template) -> bool:
 
 def _is_content(node: Node, named: AbstractSet[str]) -> bool:
     """Whether an expression is `message.content`, `message['content']`, or a variable of that name, if there is one."""
+    return _is_member(node, "content") or (isinstance(node, Name) and node.name in named)
+
+
+def _is_member(node: Node, name: str) -> bool:
+    """Whether an expression is the member of that name of something."""
     if isinstance(node, Getattr):
-        return node.attr == "content"
-    if isinstance(node, Getitem):
-        return isinstance(node.arg, Const) and node.arg.value == "content"
-    return isinstance(node, Name) and node.name in named
+        return node.attr == name
+    return isinstance(node, Getitem) and isinstance(node.arg, Const) and node.arg.value == name
+
+
+def _joins_arguments(template: Template) -> bool:
+    """Whether a template joins a call's arguments to text, as DeepSeek's do: then they have to be text."""
+    sums = ((node.left, node.right) for node in template.find_all(Add))
+    joined = (node.nodes for node in template.find_all(Concat))
+    return any(_is_member(part, "arguments") for parts in chain(sums, joined) for part in parts)
+
+
+def _asks_for_none(template: Template) -> bool:
+    """Whether a template asks if a message's content is none: DeepSeek's write the calls of such messages only, or leave
+    out an empty answer behind them.
+    """
+    asked = (test.node for test in template.find_all(Test) if test.name == "none")
+    return any(_is_member(node, "content") for node in asked)
 
 
 def _cut_off(text: str, last: str) -> str:

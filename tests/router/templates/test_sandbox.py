@@ -145,3 +145,47 @@ def test_a_template_that_wants_short_ids_of_calls_is_given_such():
         "{{ messages[0].tool_calls[0].id }}{{ messages[1].tool_call_id }}", {}, 99
     )
     assert others.render(called("c")) == "cc"
+
+
+DEEPSEEK_R1 = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}"
+    "{% for t in m['tool_calls'] %}{{ '<call>' + t['function']['name'] + '\\n' + t['function']['arguments'] + '</call>' }}"
+    "{% endfor %}{% endif %}{% if m['role'] == 'assistant' and m['content'] is not none %}"
+    "{{ '<answer>' + m['content'] }}{% endif %}"
+    "{% if m['role'] == 'tool' %}{{ '<result>' + m['content'] }}{% endif %}{% endfor %}"
+)
+DEEPSEEK_V3_1 = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' and m['tool_calls'] is defined %}{% for t in m['tool_calls'] %}"
+    "{% if m['content'] is none %}{{ '<call>' + t['function']['name'] + '\\n' + t['function']['arguments'] + '</call>' }}"
+    "{% else %}{{ m['content'] + '<call>' + t['function']['name'] + '\\n' + t['function']['arguments'] + '</call>' }}"
+    "{% endif %}{% endfor %}{% endif %}"
+    "{% if m['role'] == 'tool' %}{{ '<result>' + m['content'] }}{% endif %}{% endfor %}"
+)
+WRITTEN = '<call>now\n{"zone": "CET"}</call><result>7:00'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        DEEPSEEK_R1,
+        DEEPSEEK_V3_1,
+        DEEPSEEK_V3_1.replace(" + t['function']['arguments'] + ", " ~ t.function.arguments ~ "),
+        DEEPSEEK_V3_1.replace("t['function']['arguments']", "t['function']['arguments'] | tojson"),
+    ],
+    ids=["R1", "V3.1", "joined by ~", "as JSON"],
+)
+def test_calls_are_given_as_the_template_joins_them_to_text(source: str):
+    template = ChatTemplate(source, {}, 1000)
+    assert template.render(called("c")) == WRITTEN
+    assert template.render([*called("c"), *called("d")]) == WRITTEN * 2
+
+
+def test_an_answer_with_text_and_calls_keeps_its_text():
+    message, result = called("c")
+    said = [message | {"content": "I look. "}, result]
+    assert ChatTemplate(DEEPSEEK_V3_1, {}, 1000).render(said) == "I look. " + WRITTEN
+
+
+def test_a_template_that_asks_for_no_content_of_its_own_variable_is_given_a_text():
+    source = "{% set content = messages[0].content %}{{ 'x' in content }}{{ content is none }}"
+    assert ChatTemplate(source + "{# tool_calls #}", {}, 1000).render(called("c")) == "FalseFalse"
