@@ -412,14 +412,16 @@ class GenerationRun:
         if len(event.samples) == 1:  # nearly always
             (sample,) = event.samples
             choice = self._choices[sample.sample]
-            if choice.finish is None:
-                self._advance(choice, sample, now_s)
+            if choice.finish is not None:  # a token that was under way; its last delta is taken
+                return []
+            self._advance(choice, sample, now_s)
             delta = choice.take()
             return [] if delta is None else [delta]
         touched: dict[int, Choice] = {}
         for sample in event.samples:
-            choice = touched[sample.sample] = self._choices[sample.sample]
+            choice = self._choices[sample.sample]
             if choice.finish is None:
+                touched[sample.sample] = choice
                 self._advance(choice, sample, now_s)
         return [delta for choice in touched.values() if (delta := choice.take()) is not None]
 

@@ -2,12 +2,17 @@
 
 import gc
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.generation import FinishReason, TokenLogprobs
+from baton.ids import RequestId
+from router.fakes.generator import FakeGenerator
 from router.generation.generation_run import Delta, LoggedToken, keep, take_logged, token_ids
+from tests.router.served import events, serve
 
 TOKENS = st.integers(min_value=0, max_value=2**32 - 1)
 LOGPROBS = st.floats(allow_nan=False, max_value=0.0)
@@ -65,3 +70,21 @@ def test_texts_without_tokens_are_not_copied_again_and_again() -> None:
     for _ in range(3000):
         keep(kept, Delta(0, "guarded "))
     assert max(len(delta.text) for delta in kept) < 1024 + 8
+
+
+class Late(FakeGenerator):
+    """What it had on its way for a sample comes after that was stopped, as behind a client that reads slowly."""
+
+    def stop_sample(self, request_id: RequestId, sample: int) -> None:
+        """Too late."""
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_choice_that_a_stop_string_ended_ends_once(n: int) -> None:
+    async with serve(generator=Late()) as served:
+        served.says("ab. And much more.", "abcd. And so on.")
+        fields: dict[str, Any] = {"stream": True, "stop": ["."], "n": n}
+        for reply in (await served.chat(**fields), await served.complete(**fields)):
+            choices = [c for chunk in events(reply.text)[:-1] for c in chunk["choices"]]
+            ends = [c["index"] for c in choices if c["finish_reason"] is not None]
+            assert sorted(ends) == list(range(n))
