@@ -27,6 +27,7 @@ from router.http.fields import (
 )
 from router.http.known_fields import Api
 from router.openai.conversation import (
+    CalledName,
     CallId,
     TemplateArguments,
     assistant_message,
@@ -55,7 +56,7 @@ class ToolUseBlock(BodyObject):
 
     type: Literal["tool_use"]
     id: CallId
-    name: ToolName
+    name: CalledName
     input: JsonObject
 
 

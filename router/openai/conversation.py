@@ -18,7 +18,7 @@ from router.http.fields import (
     BodyObject,
     refusal,
 )
-from router.openai.tools import FunctionName
+from router.parsing.reading import TOOL_NAME
 from router.templates.renderer import Conversation
 
 
@@ -34,12 +34,14 @@ Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=
 
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS_LENGTH)]
+CalledName = Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
+"""What an earlier answer called: any name that one may have, also of a tool that there is not."""
 
 
 class EarlierFunction(BodyObject):
     """What an earlier answer called. `arguments` is the JSON of an object, as it was answered."""
 
-    name: FunctionName
+    name: CalledName
     arguments: Arguments
 
     def parsed(self, param: str) -> JsonValue:

@@ -34,6 +34,7 @@ from router.http.fields import (
 from router.http.known_fields import Api
 from router.openai.conversation import (
     Arguments,
+    CalledName,
     CallId,
     EarlierFunction,
     TemplateArguments,
@@ -89,7 +90,7 @@ class FunctionCallItem(BodyObject):
 
     type: Literal["function_call"]
     call_id: CallId
-    name: FunctionName
+    name: CalledName
     arguments: Arguments
 
     results: ClassVar[Sequence[str]] = ()

@@ -217,6 +217,39 @@ async def test_the_template_sees_tools_calls_and_results() -> None:
         assert "<tools>" not in await served.tokenizer.decode(list(hidden))
 
 
+@pytest.mark.parametrize("name", ["functions.now", "n" * 128])
+async def test_a_call_of_a_tool_that_there_is_not_can_be_sent_back(name: str) -> None:
+    said = [{"role": "user", "content": "hi"}]
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says(call(name))
+
+        async def ask(path: str, **fields: Any) -> Any:
+            reply = await served.http.post(f"/v1/{path}", json={"model": MODEL} | fields)
+            assert reply.status_code == 200, reply.text
+            return reply.json()
+
+        message = (await ask("chat/completions", messages=said, tools=[NOW]))["choices"][0][
+            "message"
+        ]
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}
+        await ask("chat/completions", messages=[*said, message, result])
+        function = {"type": "function", "name": "now"}
+        (item,) = (await ask("responses", input=said, tools=[function]))["output"]
+        output = {"type": "function_call_output", "call_id": item["call_id"], "output": "x"}
+        await ask("responses", input=[*said, item, output])
+        answer = {"max_tokens": 300, "messages": said, "tools": [{"name": "now"}]}
+        (block,) = (await ask("messages", **answer))["content"]
+        results = [{"type": "tool_result", "tool_use_id": block["id"], "content": "x"}]
+        history = [
+            *said,
+            {"role": "assistant", "content": [block]},
+            {"role": "user", "content": results},
+        ]
+        await ask("messages", **answer | {"messages": history})
+        called = (item["name"], block["name"], message["tool_calls"][0]["function"]["name"])
+        assert called == (name, name, name)
+
+
 HARMONY = (
     "{{ reasoning_effort }}{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
     "{% if m.thinking %}[{{ m.thinking }}]{% endif %}"
