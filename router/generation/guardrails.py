@@ -1,7 +1,7 @@
 """Where requests and replies meet the operator's guardrails, and where what is shown is kept for the audit."""
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -12,50 +12,51 @@ from router.generation.generation_run import Delta
 from router.guardrails.chain import GuardChain, OutputChain
 from router.guardrails.ports import GuardedText, GuardrailInput
 from router.http.account import RequestAccount
-from router.templates.renderer import ChatMessage
+from router.templates.renderer import ChatMessage, Conversation
 
 MAX_KEPT_CHARS = 1_000_000
 """Of one choice, for the audit."""
 
 
 async def checked_messages(
-    messages: Sequence[ChatMessage],
-    guards: GuardChain,
-    account: RequestAccount,
-    param: str = "messages",
+    conversation: Conversation, guards: GuardChain, account: RequestAccount
 ) -> list[ChatMessage]:
-    """The conversation as it may go on.
-
-    Args:
-        messages: As the template is to see them.
-        guards: The operator's checks.
-        account: The request's.
-        param: The field that they came in.
+    """The messages of a conversation as they may go on. All else that the template is given passes as it is, or not at
+    all.
 
     Raises:
         ContentRefusedError: It may not.
         UnavailableError: A guardrail failed.
     """
+    messages, param = conversation.messages, conversation.param
     if not guards.active:
         return list(messages)
     texts = [GuardedText(role=m["role"], text=m["content"]) for m in messages]
-    hidden = [
-        GuardedText(role=m["role"], text=text)
-        for m in messages
-        for name in ("tool_calls", "reasoning_content")
-        if (text := _written(m.get(name)))
-    ]
-    passed = await _checked([*hidden, *texts], guards, account, param)
-    if passed[: len(hidden)] != [text.text for text in hidden]:
+    besides = list(_besides(conversation))
+    passed = await _checked([*besides, *texts], guards, account, param)
+    if passed[: len(besides)] != [text.text for text in besides]:
         raise ContentRefusedError(
-            "A call or reasoning in the conversation is not allowed.", param=param
+            "A tool, call, reasoning or argument of the template in the conversation is not allowed.",
+            param=param,
         )
-    contents = passed[len(hidden) :]
+    contents = passed[len(besides) :]
     return [{**message, "content": text} for message, text in zip(messages, contents, strict=True)]
 
 
+def _besides(conversation: Conversation) -> Iterator[GuardedText]:
+    """What the template is given besides the contents of messages."""
+    given = (("tools", conversation.tools), ("template", conversation.arguments))
+    for role, value in given:
+        if value:
+            yield GuardedText(role=role, text=_written(value))
+    for message in conversation.messages:
+        for name in ("name", "tool_calls", "reasoning_content"):
+            if text := _written(message.get(name)):
+                yield GuardedText(role=message["role"], text=text)
+
+
 def _written(value: object) -> str:
-    """What a message has besides its content, as a text."""
+    """As a text."""
     if value is None or isinstance(value, str):
         return value or ""
     return json.dumps(value, ensure_ascii=False)

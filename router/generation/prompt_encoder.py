@@ -53,9 +53,7 @@ class PromptEncoder:
             PromptTooLongError: As below.
             InvalidRequestError: As below.
         """
-        passed = await checked_messages(
-            conversation.messages, self._guards, context.account, conversation.param
-        )
+        passed = await checked_messages(conversation, self._guards, context.account)
         return await self.count(
             replace(conversation, messages=passed),
             context.model,

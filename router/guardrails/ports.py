@@ -11,7 +11,10 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardedText:
-    """One text of a request: a message, or a prompt (whose role is `prompt`)."""
+    """One text of a request: a message, or a prompt (whose role is `prompt`). Of what a conversation has besides, JSON:
+    calls and reasoning of its messages, its tools (`tools`) and the template's arguments (`template`);
+    these can pass or be refused, not be replaced.
+    """
 
     role: str
     text: str

@@ -118,6 +118,27 @@ async def test_what_is_asked_can_be_refused_before_any_work():
         assert served.generator.requests == []
 
 
+@pytest.mark.parametrize("word", ["forbidden", "secret"])
+@pytest.mark.parametrize("field", ["tools", "arguments", "effort", "name"])
+async def test_what_the_template_is_given_besides_messages_is_checked_too(field: str, word: str):
+    tool = {"type": "function", "function": {"name": "now", "description": f"of {word} things"}}
+    named = {"role": "user", "content": "hi", "name": f"of {word} things"}
+    asked: dict[str, Any] = {
+        "tools": {"tools": [tool]},
+        "arguments": {"chat_template_kwargs": {"style": [f"of {word} things"]}},
+        "effort": {"reasoning_effort": word},
+        "name": {"messages": [named]},
+    }
+    guard = Censor()
+    async with serve(parts=with_guard(guard), tool_call_parser="hermes") as served:
+        error = (await served.chat(**asked[field])).json()["error"]
+        assert (error["code"], error["param"]) == ("content_refused", "messages")
+        assert served.generator.requests == []
+        fine = json.loads(json.dumps(asked[field]).replace(word, "other"))
+        assert (await served.chat(**fine)).status_code == 200
+        assert guard.asked[-1].texts[-1].text == "hi"
+
+
 async def test_what_is_asked_can_be_replaced():
     async with serve(parts=with_guard(Censor())) as served:
         await served.chat(messages=_said("my secret word"))
