@@ -82,6 +82,13 @@ def test_a_space_between_sentencepiece_words_is_kept_and_a_leading_one_is_not():
     assert _stream(tokenizer, [hi, hi]) == ["hi", " hi", ""]
 
 
+def test_a_space_behind_a_mark_that_is_told_apart_is_kept():
+    tokenizer = _fallback()
+    hi = token_id(tokenizer, "▁hi")
+    detokenizer = Detokenizer(tokenizer, _special(tokenizer))
+    assert [detokenizer.push(hi), detokenizer.finish(), detokenizer.push(hi)] == ["hi", "", " hi"]
+
+
 def test_special_tokens_and_ids_without_a_token_have_no_text():
     tokenizer = _level()
     end, letter = token_id(tokenizer, "<|end|>"), _byte_id(ord("x"))
