@@ -259,7 +259,7 @@ def _input(arguments: str) -> JsonObject:
     no reply can hold: then nothing.
     """
     try:
-        found = from_json(arguments or "{}", allow_partial=True)
+        found = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -121,8 +121,14 @@ async def test_a_call_that_breaks_off_has_what_is_whole_of_it() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["{bad}", '{"a" 1, }', '{"a": "\\ud800"}', '{"a": ' + "[" * 300 + "]" * 300 + "}"],
-    ids=["word", "colon", "half a character", "nested"],
+    [
+        "{bad}",
+        '{"a" 1, }',
+        '{"a": "\\ud800"}',
+        '{"a": NaN}',
+        '{"a": ' + "[" * 300 + "]" * 300 + "}",
+    ],
+    ids=["word", "colon", "half a character", "no number", "nested"],
 )
 async def test_a_call_whose_arguments_no_reply_can_hold_has_no_input(arguments: str) -> None:
     async with serve(chat_template=TEMPLATE) as served:
