@@ -163,9 +163,25 @@ class Echo:
 async def echo_of(text: str | None, tokens: Sequence[int], tokenizer: Tokenizer) -> Echo:
     """The echo of `tokens`; `text` is what they were made from, if they were."""
     steps = await tokenizer.decode_steps(tokens)
+    if text is not None:
+        steps = list(_spelt(text, tokens, steps, tokenizer))
     offsets = [0, *accumulate(len(step) for step in steps)][:-1]
     shown = "".join(steps) if text is None else text
     return Echo(text=shown, tokens=tokens, offsets=offsets)
+
+
+def _spelt(
+    text: str, tokens: Sequence[int], steps: Sequence[str], tokenizer: Tokenizer
+) -> Iterator[str]:
+    """The steps with the special tokens that `text` writes out; those that were added to it stand nowhere in it."""
+    place = 0
+    for token, step in zip(tokens, steps, strict=True):
+        if token in tokenizer.special_ids and text.startswith(
+            name := tokenizer.token_text(token), place
+        ):
+            step = name
+        place += len(step)
+        yield step
 
 
 async def echo_logprobs(

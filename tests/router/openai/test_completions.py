@@ -161,22 +161,23 @@ async def test_an_echoed_prompt_stands_before_each_of_its_continuations(
         assert texts == [f"{shown} one", f"{shown} two"]
 
 
+@pytest.mark.parametrize("prompt", ["hello world", "<|user|>hello<|end|> world"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_echoed_prompts_tokens_are_scored_but_for_the_first(stream: bool):
+async def test_an_echoed_prompts_tokens_are_scored_but_for_the_first(stream: bool, prompt: str):
     async with serve() as served:
         served.says(" on")
-        reply = await served.complete(prompt="hello world", echo=True, logprobs=1, stream=stream)
+        reply = await served.complete(prompt=prompt, echo=True, logprobs=1, stream=stream)
         parts = events(reply.text)[:-1] if stream else [reply.json()]
         CompletionChunk.model_validate(parts[0]) if stream else Completion.model_validate(parts[0])
         lists = [part["choices"][0]["logprobs"] for part in parts]
         logprobs = {name: [v for part in lists for v in part[name]] for name in lists[0]}
         text = "".join(part["choices"][0]["text"] for part in parts)
-        prompt = served.generator.requests[0].prompt
-        assert prompt.sampling.prompt_logprobs == 1
+        asked = served.generator.requests[0].prompt
+        assert asked.sampling.prompt_logprobs == 1
         assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
         assert None not in logprobs["token_logprobs"][1:]
         drawn = len(served.generator.script[0]) + 1
-        assert len(logprobs["tokens"]) == len(prompt.prompt_tokens) + drawn
+        assert len(logprobs["tokens"]) == len(asked.prompt_tokens) + drawn
         for offset, token in list(zip(logprobs["text_offset"], logprobs["tokens"], strict=True))[
             :-1
         ]:
