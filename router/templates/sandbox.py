@@ -219,7 +219,12 @@ def _is_member(node: Node, name: str) -> bool:
 
 
 def _joins_arguments(template: Template) -> bool:
-    """Whether a template joins a call's arguments to text, as DeepSeek's do: then they have to be text."""
+    """Whether a template joins a call's arguments to text, as DeepSeek's do, and does not ask first whether they are one:
+    then they have to be text.
+    """
+    asked = (t.node for t in template.find_all(Test) if t.name in ("string", "mapping"))
+    if any(_is_member(node, "arguments") for node in asked):
+        return False
     sums = ((node.left, node.right) for node in template.find_all(Add))
     joined = (node.nodes for node in template.find_all(Concat))
     return any(_is_member(part, "arguments") for parts in chain(sums, joined) for part in parts)

@@ -180,6 +180,15 @@ def test_calls_are_given_as_the_template_joins_them_to_text(source: str):
     assert template.render([*called("c"), *called("d")]) == WRITTEN * 2
 
 
+def test_arguments_stay_what_they_are_where_a_template_asks_first():
+    source = (
+        "{% for c in messages[0].tool_calls %}{% if c.function.arguments is string %}"
+        "{{ 'text ' + c.function.arguments }}{% else %}{% for k, v in c.function.arguments | items %}"
+        "{{ k + '=' + v }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    assert ChatTemplate(source, {}, 1000).render(called("c")) == "zone=CET"
+
+
 def test_an_answer_with_text_and_calls_keeps_its_text():
     message, result = called("c")
     said = [message | {"content": "I look. "}, result]
