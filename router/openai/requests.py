@@ -232,7 +232,7 @@ class ChatCompletionRequest(ReasoningBody, GenerationBody):
     def num_prompt_logprobs(self) -> int | None:
         """The same beside each token of the prompt, also where that is echoed; None where prompts are not scored."""
         if self.prompt_logprobs is None and self.echo and not self.stream:
-            return self.top_logprobs
+            return self.top_logprobs if self.logprobs else None
         return self.prompt_logprobs
 
     @property
@@ -273,7 +273,7 @@ class ChatCompletionRequest(ReasoningBody, GenerationBody):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "Only allowed together with logprobs.")
         if self.continue_final_message and self.add_generation_prompt:
             raise refusal("continue_final_message", "Not together with add_generation_prompt.")

@@ -138,6 +138,15 @@ async def test_logprobs_name_each_token_with_its_bytes_and_rivals():
         assert content[0]["top_logprobs"][1]["logprob"] == -1.5
 
 
+async def test_no_likeliest_tokens_of_no_logprobs_ask_for_nothing():
+    async with serve() as served:
+        served.says("€")
+        for echo in (False, True):
+            answer = (await served.chat(top_logprobs=0, echo=echo)).json()
+            assert answer["choices"][0]["logprobs"] is None
+            assert "prompt_logprobs" not in answer
+
+
 async def test_streamed_logprobs_are_the_same_as_whole_ones():
     async with serve() as served:
         served.says("some € text")
