@@ -7,10 +7,13 @@ Of each page the latest export counts:
     export 1   blocks 0 1 2 3     being pushed
     export 2   blocks     2 3     waits: two pushes of one page could land in any order
     export 3   blocks     2 3 4   waits; export 2 is never pushed, for this one covers it
+
+No export overtakes one that waits with some of its pages: that one may still be pushed, for the others.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -121,7 +124,7 @@ class Shipment:
         for write in waiting:
             if self._is_superseded(write):
                 continue
-            if self._overlaps_outstanding(write):
+            if self._overlaps_earlier(write):
                 self._waiting.append(write)
             else:
                 started += self._start(write, self._grant)
@@ -196,13 +199,13 @@ class Shipment:
         """Whether later exports cover all its pages; if only some, pushing it first does no harm."""
         return not bool((self._row(write) == self._number(write)).any())
 
-    def _overlaps_outstanding(self, write: PageWrite) -> bool:
-        """Whether a push of the same pages is still on its way: two could land in any order."""
+    def _overlaps_earlier(self, write: PageWrite) -> bool:
+        """Whether a push of the same pages is still on its way, or waits before it: the last export has to land last."""
         return any(
             push.layer_index == write.layer_index
             and push.first_block < write.end_block
             and write.first_block < push.end_block
-            for push in self._outstanding.values()
+            for push in chain(self._outstanding.values(), self._waiting)
         )
 
     def _start(self, write: PageWrite, grant: Grant) -> list[PageWrite]:

@@ -62,3 +62,42 @@ def test_a_push_knows_when_a_gpu_has_written_its_pages():
     )
     (started,) = shipment.start()
     assert started.ready is ready
+
+
+def test_of_a_prompt_that_was_preempted_twice_the_last_pages_land_last():
+    """The first push is slow; the export after it waits for that, and has pages that the third has not replaced yet."""
+    shipment = Shipment(
+        permit(num_blocks=6), num_layers=1, push_ids=itertools.count(1), log=StoryLog("outbox")
+    )
+    grant = Grant(held_blocks=0, blocks=tuple(map(BlockId, range(6))))
+    shipment.grant(grant, plan_link(LAYOUT, LAYOUT), checksums=False)
+    under_way: list[PageWrite] = []
+    arrived: dict[int, int] = {}
+
+    def export(first: int, *source: int) -> None:
+        pages = tuple(map(BlockId, source))
+        shipment.export(
+            PageWrite(xfer_id=XferId("x"), layer_index=0, first_block=first, source=pages)
+        )
+        under_way.extend(shipment.start())
+
+    def land(push: PageWrite) -> None:
+        under_way.remove(push)
+        arrived.update(zip(push.target, push.source, strict=True))
+        shipment.land(push.push_id, None)
+        under_way.extend(shipment.start())
+
+    export(0, 10, 11)
+    (slow,) = under_way
+    export(0, 20, 21, 22, 23, 24, 25)
+    export(0, 30, 31)
+    export(2, 32, 33)
+    for push in [push for push in under_way if push is not slow]:
+        land(push)
+    land(slow)
+    export(4, 34, 35)
+    while under_way:
+        land(under_way[0])
+    shipment.check_integrity()
+    assert shipment.complete
+    assert arrived == {0: 30, 1: 31, 2: 32, 3: 33, 4: 34, 5: 35}
