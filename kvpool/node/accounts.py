@@ -59,11 +59,12 @@ class Account:
 
 @dataclass(slots=True, eq=False)
 class Billing:
-    """All blocks of one owner and one size; every slot names its block's billing."""
+    """All blocks of one owner and one size; every slot names its block's billing. `slots`: that they take in all tiers."""
 
     owner: Owner
     size_bytes: int
     account: Account
+    slots: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +82,10 @@ class Counts:
     fetched_blocks: int = 0
     sent_blocks: int = 0
     failed_fetches: int = 0
+
+
+_FEW_BILLINGS = 1024
+"""So many are kept without a look at which of them have anything."""
 
 
 class Accounts:
@@ -105,6 +110,7 @@ class Accounts:
         self._accounts: dict[str, Account] = {}
         self._allowances: dict[str, Allowance] = {}
         self._billings: dict[tuple[Owner, int], Billing] = {}
+        self._looks_above = _FEW_BILLINGS
 
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
@@ -147,13 +153,12 @@ class Accounts:
         )
 
     def forget_empty(self) -> None:
-        """Drops tenants that have nothing here; what may come is unbounded."""
-        if not any(account.empty for account in self):
+        """Drops tenants, and owners, that have nothing here; what may come of both is unbounded."""
+        if not any(account.empty for account in self) and len(self._billings) <= self._looks_above:
             return
         self._accounts = {a.tenant: a for a in self if not a.empty}
-        self._billings = {
-            name: held for name, held in self._billings.items() if not held.account.empty
-        }
+        self._billings = {name: held for name, held in self._billings.items() if held.slots}
+        self._looks_above = 2 * len(self._billings) + _FEW_BILLINGS
 
     def check_integrity(self) -> None:
         """Raises InvariantError if the accounts contradict each other."""

@@ -17,7 +17,7 @@ before. `kvpool.node.ledger` decides which transitions happen; here they are car
 eviction policies and the logs for routers and the directory agree with them.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -210,6 +210,7 @@ class SlotAllocator:
         """Takes a free slot for a block that has none in this tier. The caller has made sure that there is one."""
         usage = self.usage(billing.account)
         usage.taken += 1
+        billing.slots += 1
         epoch = next(self._epochs)
         if self._free:
             _, slot = self._free.popitem()
@@ -241,6 +242,7 @@ class SlotAllocator:
         self.move(slot, _FILLING)
         self.named[block.key] = slot
         usage.taken += 1
+        billing.slots += 1
         return slot
 
     def free(self, slot: Slot) -> None:
@@ -248,6 +250,7 @@ class SlotAllocator:
         self.move(slot, _FREE)
         slot.checksums = b""
         slot.usage.taken -= 1
+        slot.billing.slots -= 1
         self._free[slot.index] = slot
 
     def admit(self, slots: Sequence[Slot]) -> None:
@@ -277,8 +280,10 @@ class SlotAllocator:
     def rebill(self, slot: Slot, billing: Billing) -> None:
         """The slot's block turns out to belong to another owner."""
         slot.usage.taken -= 1
+        slot.billing.slots -= 1
         slot.billing, slot.usage = billing, self.usage(billing.account)
         slot.usage.taken += 1
+        billing.slots += 1
 
     def slots(self) -> Iterator[Slot]:
         """All that were ever taken."""
@@ -493,6 +498,10 @@ class BlockStore:
         self.disk.check_integrity()
         for account in accounts:
             self._check_account(account)
+        tiers = (self.memory, self.disk)
+        taken = Counter(s.billing for tier in tiers for s in tier.slots() if s.state is not _FREE)
+        if any(billing.slots != count for billing, count in taken.items()):
+            raise InvariantError("a billing has other slots than its blocks take")
         if not all(self.readable(key) for key in self.pinned):
             raise InvariantError("a block is pinned that is not held")
         if not all(self.memory.readable(key) for key in self.copies):
