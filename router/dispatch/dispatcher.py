@@ -426,6 +426,8 @@ class Dispatcher:
 
     def _apply(self, leg: Leg, event: LegEvent, now_s: float) -> list[Action]:
         if isinstance(event, LegFailed):
+            if _took_over_in_vain(leg):
+                return self._continue_with_early(leg, now_s)
             return self._on_leg_failed(leg, event.error, now_s)
         if leg.kind not in _KINDS_OF[type(event)]:
             return self._breach(
@@ -590,6 +592,15 @@ class Dispatcher:
         attempt.move(AttemptState.DECODING, now_s)
         return []
 
+    def _continue_with_early(self, leg: Leg, now_s: float) -> list[Action]:
+        """P took over what was handed off already, and is done: what D sent meanwhile follows what the client has."""
+        attempt = leg.attempt
+        self._legs.abandon(leg, now_s)
+        attempt.move(AttemptState.HANDING_OFF, now_s)
+        attempt.move(AttemptState.DECODING, now_s)
+        held_back, attempt.early = attempt.early, []
+        return [action for early in held_back for action in self._leg_event(early, now_s)]
+
     def _breach(self, leg: Leg, what: str, now_s: float) -> list[Action]:
         """The worker broke the contract for this leg: cancels it and continues elsewhere."""
         error = EngineError(f"worker {leg.worker.identity} {what}")
@@ -699,6 +710,15 @@ def _given_up_by_prefill(leg: Leg, error: BatonError) -> bool:
     attempt = leg.attempt
     waits = attempt.prefill is not None and not attempt.decoded
     return leg.kind is LegKind.RECEIVE and isinstance(error, CancelledByPeerError) and waits
+
+
+def _took_over_in_vain(leg: Leg) -> bool:
+    """Whether D decodes what the P before this one had committed: this one has failed without first tokens, and so without
+    a commit of its own. The first tokens are known, so the client has what D goes on from.
+    """
+    attempt = leg.attempt
+    known = attempt.first_tokens is not None
+    return leg.kind is LegKind.PREFILL and known and bool(attempt.early)
 
 
 def _suspects(leg: Leg, error: BatonError) -> list[WorkerView]:

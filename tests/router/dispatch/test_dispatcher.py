@@ -468,6 +468,21 @@ def test_first_tokens_that_come_again_are_told_once(core):
     assert tokens_in(core(first_tokens(again, drawn(0, 0, 4)))) == []
 
 
+def test_a_d_that_had_the_pages_when_their_p_was_lost_goes_on_though_another_was_to_take_over(core):
+    """The other P asks for pages that are committed already, and is refused."""
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    again = sent(die(core, p), LegKind.PREFILL)
+    assert core(decoded(d, drawn(0, 1, 4))) == []
+    actions = core(failed(again, TransferError("this transfer is over already")))
+    assert tokens_in(actions) == [drawn(0, 1, 4)]
+    assert cancelled(actions) == set()
+    assert tokens_in(core(decoded(d, drawn(0, 2, 4)))) == [drawn(0, 2, 4)]
+    sent(core(decoded(d, drawn(0, 3, 4))), Finish)
+    core.assert_empty()
+
+
 def test_another_first_token_than_the_client_has_is_never_decoded_from(core):
     core.join("p0", "p1", "d0")
     p, d = start_pair(core)
