@@ -442,6 +442,21 @@ async def test_a_new_certificate_that_is_not_valid_yet_is_shown_once_it_is(
     assert len(said) == 1
 
 
+def test_where_new_files_cannot_be_looked_at_the_last_good_ones_are_kept(tmp_path: Path) -> None:
+    """As in a folder that is closed for a moment; here one of them has a name that no file has."""
+    files = _files(tmp_path, until=LONG, name=ROLE.host_name, uri=URI)
+    own = ClusterCredentials(ProcessIdentity(role=ROLE, name="w"), SECRET, files)
+    first = own.version
+    files.certificate.unlink()
+    files.certificate.symlink_to("x" * 300)
+    own.for_channel()
+    assert own.version == first
+    files.certificate.unlink()
+    _files(tmp_path, until=LONG, name=ROLE.host_name, uri=URI)
+    own.for_channel()
+    assert own.version == first + 1
+
+
 async def test_a_router_with_another_secret_says_so_once_and_its_link_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
