@@ -51,6 +51,8 @@ thread. The peer is refused when it raises OSError or TransferError.
 
 PROOF_TIMEOUT_S = 2.0
 """From accepting a connection until its peer has to have proven itself."""
+_TOKEN_LIFE_S = 60.0
+"""Peers attach within seconds, or not at all: an older token that none has shown is worth nothing any more."""
 _MAX_UNPROVEN = 64
 _MAX_UNPROVEN_PER_HOST = 16
 _RECEIVE_BUFFER_BYTES = 4096
@@ -93,6 +95,7 @@ class _Attachment:
 
     token: bytes
     name: bytes
+    issued_s: float
     peer: socket.socket | None = None
     process: int | None = None
     gone: Callable[[], None] | None = None
@@ -161,15 +164,16 @@ class RegionServer:
         self._thread.start()
 
     def issue_token(self, gone: Callable[[], None] | None = None) -> bytes:
-        """A fresh token by which one peer may attach once.
+        """A fresh token by which one peer may attach once; one that none has shown is forgotten after a minute or more.
 
         Args:
             gone: Called on the server's thread when the peer that attached has left, unless `revoke` names another.
         """
-        token = secrets.token_bytes(TOKEN_BYTES)
+        token, now_s = secrets.token_bytes(TOKEN_BYTES), time.monotonic()
+        name = token_name(token, self._key)
         with self._lock:
-            name = token_name(token, self._key)
-            self._attachments[token] = _Attachment(token=token, name=name, gone=gone)
+            self._forget_unused(now_s - _TOKEN_LIFE_S)
+            self._attachments[token] = _Attachment(token, name, issued_s=now_s, gone=gone)
         return token
 
     def revoke(self, token: bytes, gone: Callable[[], None]) -> None:
@@ -214,6 +218,16 @@ class RegionServer:
         self._wake.close()
         if self._path is not None:
             Path(self._path).unlink(missing_ok=True)
+
+    def _forget_unused(self, issued_before_s: float) -> None:
+        """A peer that cannot get here asks for token after token where they are given out."""
+        unused = [
+            token
+            for token, attachment in self._attachments.items()
+            if attachment.peer is None and attachment.issued_s <= issued_before_s
+        ]
+        for token in unused:
+            del self._attachments[token]
 
     def _serve(self) -> None:
         while self._serving:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import TransferError
+from kv_transfer.memory import region_server
 from kv_transfer.memory.attach import AttachToken, attach, read_reply, sign_reply
 from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.proof import (
@@ -189,6 +190,20 @@ def test_a_token_without_the_clusters_secret_opens_nothing_and_stays_good(gate: 
         with pytest.raises(TransferError, match="refused"):
             attach(token, secret)
     attach(token, SECRET).connection.close()
+
+
+def test_a_token_that_nobody_shows_for_long_is_worth_nothing_and_not_kept(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unused, shown = gate.token(), gate.token()
+    inside = attach(shown, SECRET)
+    monkeypatch.setattr(region_server, "_TOKEN_LIFE_S", 0.0)
+    fresh = gate.token()
+    with pytest.raises(TransferError, match="refused"):
+        attach(unused, SECRET)
+    attach(fresh, SECRET).connection.close()
+    assert gate.server.send(shown.secret, b"x")
+    inside.connection.close()
 
 
 def test_the_secret_without_a_token_opens_nothing(gate: Gate) -> None:
