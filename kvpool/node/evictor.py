@@ -10,6 +10,7 @@ Before any other block go cold copies: what came from another node, and is not r
 from collections.abc import Iterable
 from itertools import groupby, islice
 
+from baton.ids import BlockKey
 from kvpool.eviction.fairness import Claim, share_out
 from kvpool.eviction.policy import MayGo
 from kvpool.messages import Tier
@@ -66,13 +67,17 @@ class Evictor:
             self._evict(self._choose(disk, short, now_s, account, wanted))
 
     def trim(self, account: Account, excess: int) -> None:
-        """Gives up `excess` blocks of one tenant, in all tiers, those that are on the disk alone first."""
+        """Gives up `excess` blocks of one tenant, those that the disk has first, each in all tiers that have it."""
         blocks, target = self._blocks, account.blocks - excess
-        for tier in (blocks.disk, blocks.memory):
+        for tier, other in ((blocks.disk, blocks.memory), (blocks.memory, blocks.disk)):
             while account.blocks > target:
-                slots = tier.victims(account, account.blocks - target, self._gate(tier))
+                slots = tier.victims(account, account.blocks - target, self._may_go_everywhere)
                 if not slots:
                     break
+                for slot in slots:
+                    copy = other.named.get(slot.key)
+                    if copy is not None:
+                        blocks.give_up(copy)
                 self._evict(slots)
 
     def choose_demotions(
@@ -175,6 +180,11 @@ class Evictor:
     def _gate(self, tier: SlotAllocator) -> MayGo:
         named, may_go = tier.named, self._blocks.may_go
         return lambda key: may_go(named[key])
+
+    def _may_go_everywhere(self, key: BlockKey) -> bool:
+        tiers = (self._blocks.memory, self._blocks.disk)
+        slots = [slot for tier in tiers if (slot := tier.named.get(key)) is not None]
+        return all(map(self._blocks.may_go, slots))
 
     def _evict(self, slots: list[Slot]) -> None:
         """Blocks whose policies have given them up leave their tier."""

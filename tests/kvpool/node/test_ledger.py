@@ -327,6 +327,32 @@ def test_what_was_on_the_disk_is_there_after_a_restart_under_older_epochs():
     node.empty()
 
 
+def test_what_a_quota_takes_away_leaves_the_rest_where_it_is():
+    """Read back from the disk, the blocks lie in both tiers."""
+    blocks = tuple(
+        DiskBlock(
+            extent=extent,
+            epoch=1 + extent,
+            key=key("abc", extent),
+            owner=owner(),
+            size_bytes=SLOT_BYTES,
+            position=extent,
+            checksums=bytes_of(key("abc", extent)),
+        )
+        for extent in range(3)
+    )
+    node = World(limits(8, 4), on_disk=blocks)
+    lease = node.lease("abc")
+    node.answer_all()
+    node.release(lease.lease_id)
+    node.ledger.allow("t", Allowance(max_bytes=2 * SLOT_BYTES))
+    node.run()
+    usage = node.ledger.usage()
+    assert node.ledger.held(chain("abc")) == 2
+    assert (usage.ssd_blocks, usage.slots_total - usage.slots_free) == (2, 2)
+    node.empty()
+
+
 def test_a_disk_that_names_an_extent_twice_is_refused():
     block = DiskBlock(
         extent=0,
