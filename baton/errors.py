@@ -216,6 +216,12 @@ class UnreachableError(TransferError):
     code = "unreachable"
 
 
+class HandedOffError(TransferError):
+    """The pages that a prefill worker asks to write are committed already, by the one whose place it was to take."""
+
+    code = "handed_off"
+
+
 class CorruptKvError(TransferError):
     """Pages do not have the checksums that their sender computed; they are never decoded."""
 
@@ -339,6 +345,7 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     TicketError: _row(503, "PERMISSION_DENIED", "service_unavailable_error", retryable=True),
     LeaseExpiredError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     UnreachableError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
+    HandedOffError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     CorruptKvError: _row(503, "DATA_LOSS", "service_unavailable_error", retryable=True),
     IncompatibleError: _row(503, "FAILED_PRECONDITION", "service_unavailable_error"),
     StaleIncarnationError: _row(

@@ -18,6 +18,7 @@ from baton.errors import (
     BatonError,
     CancelledByPeerError,
     CorruptKvError,
+    HandedOffError,
     TransferError,
     UnreachableError,
     WorkerLostError,
@@ -145,6 +146,7 @@ LedgerEvent = (
 
 _S = TransferState
 _OVER = "this transfer is over already"
+_COMMITTED = "the pages are committed already"
 _MAX_ENDED = 65_536
 
 
@@ -325,7 +327,10 @@ class TransferLedger:
             # The permit is the router's word too; the other copy is still on its way.
             actions = transfer.take_over(permit, now_s)
         if transfer.permit != permit:
-            return self._refuse(event, permit.xfer_id, permit.attempt, now_s)
+            # If what is being verified is wrong, that is told to the leg.
+            committed = transfer.state is _S.VERIFYING
+            error = HandedOffError(_COMMITTED) if committed else None
+            return self._refuse(event, permit.xfer_id, permit.attempt, now_s, error)
         if not transfer.may_join(link):
             repeated = transfer.parts.of(event.session) is not None
             return self._refuse(event, permit.xfer_id, permit.attempt, now_s, repeated=repeated)
@@ -480,7 +485,9 @@ class TransferLedger:
         """What followed of an event, which is logged and may have been the transfer's last."""
         self._log.record_kinds(transfer.xfer_id, now_s, event, actions)
         if transfer.ended:
-            self._shut(transfer.xfer_id, transfer.error or TransferError(_OVER), now_s)
+            committed = transfer.state is _S.COMMITTED
+            over = HandedOffError(_COMMITTED) if committed else transfer.error
+            self._shut(transfer.xfer_id, over or TransferError(_OVER), now_s)
         return actions
 
     def _shut(self, xfer_id: XferId, error: BatonError, now_s: float) -> None:

@@ -15,6 +15,7 @@ from baton.errors import (
     DeadlineError,
     DrainingError,
     EngineError,
+    HandedOffError,
     IncompatibleError,
     InvalidRequestError,
     InvariantError,
@@ -103,6 +104,7 @@ NO_WORKERS_FAULT = (
     CancelledByPeerError,
     DeadlineError,
     DrainingError,
+    HandedOffError,
     InvalidRequestError,
     NoRoomError,
     OverloadedError,
@@ -426,8 +428,8 @@ class Dispatcher:
 
     def _apply(self, leg: Leg, event: LegEvent, now_s: float) -> list[Action]:
         if isinstance(event, LegFailed):
-            if _took_over_in_vain(leg):
-                return self._continue_with_early(leg, now_s)
+            if _took_over_in_vain(leg, event.error):
+                return self._continue_on_decode(leg, now_s)
             return self._on_leg_failed(leg, event.error, now_s)
         if leg.kind not in _KINDS_OF[type(event)]:
             return self._breach(
@@ -592,11 +594,12 @@ class Dispatcher:
         attempt.move(AttemptState.DECODING, now_s)
         return []
 
-    def _continue_with_early(self, leg: Leg, now_s: float) -> list[Action]:
-        """P took over what was handed off already, and is done: what D sent meanwhile follows what the client has."""
+    def _continue_on_decode(self, leg: Leg, now_s: float) -> list[Action]:
+        """P took over what was handed off already, and is done: what D sends, or sent, follows what the client has."""
         attempt = leg.attempt
         self._legs.abandon(leg, now_s)
-        attempt.move(AttemptState.HANDING_OFF, now_s)
+        if attempt.state is AttemptState.PREFILLING:
+            attempt.move(AttemptState.HANDING_OFF, now_s)
         attempt.move(AttemptState.DECODING, now_s)
         held_back, attempt.early = attempt.early, []
         return [action for early in held_back for action in self._leg_event(early, now_s)]
@@ -712,13 +715,14 @@ def _given_up_by_prefill(leg: Leg, error: BatonError) -> bool:
     return leg.kind is LegKind.RECEIVE and isinstance(error, CancelledByPeerError) and waits
 
 
-def _took_over_in_vain(leg: Leg) -> bool:
-    """Whether D decodes what the P before this one had committed: this one has failed without first tokens, and so without
-    a commit of its own. The first tokens are known, so the client has what D goes on from.
+def _took_over_in_vain(leg: Leg, error: BatonError) -> bool:
+    """Whether D has what the P before this one had committed. It says so, or has sent tokens: this P has failed without
+    first tokens, and so without a commit of its own. They are known, so the client has what D goes on from.
     """
     attempt = leg.attempt
-    known = attempt.first_tokens is not None
-    return leg.kind is LegKind.PREFILL and known and bool(attempt.early)
+    goes_on = attempt.decode is not None and attempt.first_tokens is not None
+    has_pages = bool(attempt.early) or isinstance(error, HandedOffError)
+    return leg.kind is LegKind.PREFILL and goes_on and has_pages
 
 
 def _suspects(leg: Leg, error: BatonError) -> list[WorkerView]:

@@ -7,6 +7,7 @@ from baton.errors import (
     CorruptKvError,
     DrainingError,
     EngineError,
+    HandedOffError,
     InvariantError,
     TransferError,
 )
@@ -283,6 +284,18 @@ def test_a_prefill_worker_that_dies_after_its_commit_is_not_missed(writing: Tran
 
 
 AGAIN = permit(attempt=2, source=P2)
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_who_takes_over_what_is_committed_is_told_so(writing: TransferLedger, verified: bool):
+    writing.handle(said(COMMIT), 0.0)
+    if verified:
+        writing.handle(RIGHT, 0.0)
+    assert writing.handle(Reassigned(permit=AGAIN), 0.0) == []
+    (told,) = writing.handle(said(Reserve(permit=AGAIN), 3, P2), 0.0)
+    assert isinstance(told, ToPeer)
+    assert isinstance(told.message, AbortRequest)
+    assert isinstance(told.message.error, HandedOffError)
 
 
 def test_another_prefill_worker_gets_the_same_pages_once_the_first_one_is_fenced(writing):

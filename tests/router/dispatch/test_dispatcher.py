@@ -12,6 +12,7 @@ from baton.errors import (
     DeadlineError,
     DrainingError,
     EngineError,
+    HandedOffError,
     IncompatibleError,
     InvalidRequestError,
     InvariantError,
@@ -481,6 +482,29 @@ def test_a_d_that_had_the_pages_when_their_p_was_lost_goes_on_though_another_was
     assert tokens_in(core(decoded(d, drawn(0, 2, 4)))) == [drawn(0, 2, 4)]
     sent(core(decoded(d, drawn(0, 3, 4))), Finish)
     core.assert_empty()
+
+
+@pytest.mark.parametrize("drawn_again", [False, True])
+def test_a_d_that_says_that_it_has_the_pages_is_waited_for(core, drawn_again):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    again = sent(die(core, p), LegKind.PREFILL)
+    if drawn_again:
+        core(first_tokens(again, drawn(0, 0, 4)))
+    assert core(failed(again, HandedOffError("the pages are committed already"))) == []
+    assert tokens_in(core(decoded(d, drawn(0, 1, 4)))) == [drawn(0, 1, 4)]
+
+
+def test_a_d_that_had_pages_which_were_wrong_is_not_waited_for(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    again = sent(die(core, p), LegKind.PREFILL)
+    core(failed(again, HandedOffError("the pages are committed already")))
+    elsewhere = sent(core(failed(d, TransferError("corrupt"))), LegKind.GENERATE)
+    assert elsewhere.worker == again.worker
+    assert elsewhere.prompt.output_tokens == (0,)
 
 
 def test_another_first_token_than_the_client_has_is_never_decoded_from(core):
