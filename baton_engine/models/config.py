@@ -279,8 +279,9 @@ def _family(config: JsonFields, path: Path, families: Mapping[str, str]) -> str:
 
 
 def _rope(config: JsonFields) -> RopeSpec:
-    # transformers 5 writes rope_parameters; older files have rope_theta beside an optional rope_scaling.
-    rope = config.child("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+    # transformers 5 writes rope_parameters; older files have rope_theta beside an optional rope_scaling, which counts
+    # where a file has both: whoever extends a context writes it, as guides of models say.
+    rope = config.child("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     kind = rope.text("rope_type", rope.text("type", "default"))
     if rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:

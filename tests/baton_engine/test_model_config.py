@@ -5,6 +5,7 @@ import pytest
 import torch
 from huggingface_hub.utils._paths import filter_repo_objects
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from baton import cpu_features
 from baton.errors import ModelLoadError
@@ -16,7 +17,7 @@ from baton_engine.models.config import (
     load_spec,
     resolve_model,
 )
-from baton_engine.models.rotary import RopeScaling
+from baton_engine.models.rotary import RopeScaling, inverse_frequencies
 from tests.baton_engine.tiny_models import FAMILIES, make_model
 
 CPU = torch.device("cpu")
@@ -61,6 +62,19 @@ def test_linear_scaling_is_read_also_under_its_oldest_name(directory):
     rewrite(directory, rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0})
     rope = load_spec(directory).rope
     assert (rope.scaling, rope.factor, rope.theta) == (RopeScaling.LINEAR, 2.0, 10000.0)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"rope_type": "default", "rope_theta": 10000.0}])
+def test_a_scaling_that_was_added_to_a_newer_file_counts(directory, parameters):
+    scaling = {"type": "linear", "factor": 2.0}
+    rewrite(directory, rope_parameters=parameters, rope_scaling=scaling, rope_theta=50000.0)
+    rope = load_spec(directory).rope
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert torch.equal(inverse_frequencies(rope, 16), model.model.rotary_emb.inv_freq)
+    assert (rope.scaling, rope.factor) == (RopeScaling.LINEAR, 2.0)
+    rewrite(directory, rope_scaling=scaling | {"type": "yarn"})
+    with pytest.raises(ModelLoadError, match="rope_scaling: "):
+        load_spec(directory)
 
 
 def test_generation_config_has_the_last_word_on_ends(directory):
