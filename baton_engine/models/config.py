@@ -297,11 +297,16 @@ def _rope(config: JsonFields) -> RopeSpec:
             factor=rope.number("factor"),
             low_freq_factor=rope.number("low_freq_factor"),
             high_freq_factor=rope.number("high_freq_factor"),
-            original_max_position=rope.integer(
-                "original_max_position_embeddings", config.integer("max_position_embeddings")
-            ),
+            original_max_position=_original_max_position(config, rope),
         )
     raise rope.wrong("rope_type", "default, linear or llama3, the kinds supported")
+
+
+def _original_max_position(config: JsonFields, rope: JsonFields) -> int:
+    """The one beside the scaling counts before that in it, as in transformers."""
+    name = "original_max_position_embeddings"
+    longest = config.integer("max_position_embeddings")
+    return config.integer(name) if name in config else rope.integer(name, longest)
 
 
 def _windows(config: JsonFields, family: str, layers: int) -> tuple[int | None, ...]:

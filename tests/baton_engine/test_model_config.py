@@ -77,6 +77,15 @@ def test_a_scaling_that_was_added_to_a_newer_file_counts(directory, parameters):
         load_spec(directory)
 
 
+def test_the_length_before_stretching_may_stand_beside_the_scaling(tmp_path):
+    directory = make_model(tmp_path, "llama3")
+    rewrite(directory, original_max_position_embeddings=32)
+    rope = load_spec(directory).rope
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert torch.allclose(inverse_frequencies(rope, 16), model.model.rotary_emb.inv_freq)
+    assert rope.original_max_position == 32
+
+
 def test_generation_config_has_the_last_word_on_ends(directory):
     (directory / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     assert load_spec(directory).eos_token_ids == (7, 9)
