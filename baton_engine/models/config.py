@@ -57,7 +57,8 @@ class ModelSpec:
         qkv_bias: Whether the projections of queries, keys and values have a bias.
         output_bias: Whether the attention's output projection has one.
         qk_norm: Whether queries and keys are normalised per head before rotation (Qwen3).
-        tied_embeddings: Whether the output head is the embedding matrix.
+        tied_embeddings: Whether the output head is the embedding matrix, unless the weights have a head that differs
+            from it, which transformers takes, too.
         eos_token_ids: Tokens that end a generation, lowest index first as the files list them.
         dtype: Name of the dtype the weights are stored in.
         fingerprint: Equal exactly when two workers hold the same model.

@@ -35,7 +35,7 @@ from baton_engine.models.whole_layers import whole_layers
 
 logger = logging.getLogger(__name__)
 
-_EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 Progress = Callable[[str, float], None]
 """Told what is being done and the fraction of it that is done, 0 to 1."""
@@ -261,6 +261,10 @@ class _Weights:
         """Whether there is a tensor of that name."""
         return name in self._checkpoint.tensors
 
+    def differs(self, name: str, other: torch.Tensor) -> bool:
+        """Whether there is a tensor of that name, of the shape of `other`, with other values."""
+        return self.has(name) and not torch.equal(self._read(name, other.shape).to(other), other)
+
     def indices(self, name: str, size: int) -> torch.Tensor:
         """One tensor of whole numbers, `[size]` int64 on the CPU."""
         stored = self._checkpoint.require(name, (size,))
@@ -450,7 +454,8 @@ class _Assembly:
         )
 
     def _head(self, embedding: torch.Tensor) -> LanguageHead:
-        if self._spec.tied_embeddings:
-            return LanguageHead(project=self._weights.tied_head(_EMBEDDING, embedding))
+        weights = self._weights
+        if self._spec.tied_embeddings and not weights.differs(_HEAD, embedding):
+            return LanguageHead(project=weights.tied_head(_EMBEDDING, embedding))
         size = self._spec.vocab_size, self._spec.hidden_size
-        return LanguageHead(project=self._weights.head("lm_head.weight", *size))
+        return LanguageHead(project=weights.head(_HEAD, *size))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM
 
 from baton.errors import ModelLoadError
 from baton_engine.kernels.cpu.matmul import BFloat16Panels, reads_bfloat16
@@ -48,6 +49,18 @@ def test_tied_embeddings_serve_as_the_head(tmp_path):
     decoder = load(make_model(tmp_path, "llama", tie=True))
     x = torch.randn(3, 64)
     torch.testing.assert_close(decoder.head(x), linear(x, decoder.embedding.weight))
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_head_that_was_stored_beside_tied_embeddings_serves_where_it_differs(tmp_path, differs):
+    directory = make_model(tmp_path, "llama", tie=True)
+    head = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+    own = head + 0.1 if differs else head.clone()
+    rewrite_weights(directory, lambda tensors: tensors.update({"lm_head.weight": own}))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(load(directory).head(x), model.lm_head(x))
+    torch.testing.assert_close(model.lm_head(x), linear(x, own))
 
 
 @pytest.mark.skipif(not reads_bfloat16(), reason="no vectors that multiply and add")
