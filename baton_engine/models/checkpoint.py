@@ -113,11 +113,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         ModelLoadError: No weights, a shard is missing or corrupt, or a tensor is not where the index says.
     """
+    # In transformers' order: what it saves as one file leaves the index of an earlier save where it is.
+    if (path / SINGLE_FILE).exists():
+        return Checkpoint(path=path, tensors=_read_header(path / SINGLE_FILE))
     index_file = path / INDEX_FILE
     if index_file.exists():
         return Checkpoint(path=path, tensors=_read_sharded(path, index_file))
-    if (path / SINGLE_FILE).exists():
-        return Checkpoint(path=path, tensors=_read_header(path / SINGLE_FILE))
     raise ModelLoadError(f"{path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 

@@ -95,6 +95,16 @@ def test_shards_load_like_one_file(tmp_path):
     assert torch.equal(whole.layers[1].mlp.down(wide), sharded.layers[1].mlp.down(wide))
 
 
+def test_one_file_counts_before_the_index_that_an_earlier_save_has_left(tmp_path):
+    directory = make_model(tmp_path, "llama", max_shard_size="40KB")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.lm_head.weight.data.add_(1.0)
+    model.save_pretrained(directory)
+    assert (directory / "model.safetensors.index.json").exists()
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(load(directory).head(x), linear(x, model.lm_head.weight.data))
+
+
 def test_weights_are_converted_to_the_wanted_dtype(directory):
     decoder = load(directory, torch.bfloat16)
     assert decoder.embedding.weight.dtype == torch.bfloat16
