@@ -213,6 +213,7 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[
         float, msgspec.Meta(ge=_LEAST_REPETITION, le=_MOST_REPETITION)
     ] = 1.0
@@ -281,7 +282,7 @@ def sampling_params(
         temperature=_or(body.temperature, defaults.temperature),
         top_k=max(0, _or(body.top_k, defaults.top_k)),
         top_p=_or(body.top_p, defaults.top_p),
-        min_p=body.min_p or 0.0,
+        min_p=_or(body.min_p, defaults.min_p),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=_or(body.repetition_penalty, defaults.repetition_penalty),

@@ -12,10 +12,11 @@ def test_a_model_without_recommendations_has_neutral_defaults(tmp_path: Path):
 
 def test_recommendations_are_read_and_the_rest_is_ignored(tmp_path: Path):
     text = (
-        '{"temperature": 1, "top_k": 20, "top_p": null, "eos_token_id": [1, 2], "do_sample": true}'
+        '{"temperature": 1, "top_k": 20, "top_p": null, "min_p": 0.15, "eos_token_id": [1, 2],'
+        ' "do_sample": true}'
     )
     (tmp_path / "generation_config.json").write_text(text)
-    assert read_defaults(tmp_path) == SamplingDefaults(temperature=1.0, top_k=20)
+    assert read_defaults(tmp_path) == SamplingDefaults(temperature=1.0, top_k=20, min_p=0.15)
 
 
 @pytest.mark.parametrize(

@@ -234,13 +234,17 @@ async def test_without_a_seed_every_request_draws_its_own():
 
 
 async def test_the_models_own_defaults_hold_where_a_request_says_nothing():
-    defaults = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1)
+    defaults = SamplingDefaults(
+        temperature=0.6, top_p=0.95, top_k=20, min_p=0.15, repetition_penalty=1.1
+    )
     async with serve(defaults=defaults) as served:
         served.says("x")
         await served.chat(top_k=-1, temperature=0)
-        sampling = served.generator.requests[0].prompt.sampling
+        await served.chat(min_p=0)
+        sampling, other = (job.prompt.sampling for job in served.generator.requests)
         assert (sampling.temperature, sampling.top_k) == (0.0, 0)
         assert (sampling.top_p, sampling.repetition_penalty) == (0.95, 1.1)
+        assert (sampling.min_p, other.min_p) == (0.15, 0.0)
 
 
 async def test_a_cache_salt_narrows_the_scope():
