@@ -117,8 +117,8 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
                 ignore_patterns=_HUB_LEFT_OUT,
             )
         )
-    except (OSError, ValueError) as error:  # its own errors are one or the other
-        first_line = str(error).strip().partition("\n")[0]
+    except Exception as error:  # its own, its HTTP client's or its downloader's
+        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelLoadError(
             f"model {model!r} is no local directory, and the Hugging Face hub does not give it: {first_line}"
         ) from error

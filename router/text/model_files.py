@@ -32,8 +32,8 @@ def _from_hub(model: str, revision: str | None) -> Path:
     hub = importlib.import_module("huggingface_hub")
     try:
         return Path(hub.snapshot_download(model, revision=revision, allow_patterns=_PATTERNS))
-    except (OSError, ValueError) as error:  # its own errors are one or the other
-        reason = str(error).strip().partition("\n")[0]
+    except Exception as error:  # its own, its HTTP client's or its downloader's
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelLoadError(
             f"model {model!r} is no directory here nor on the hub: {reason}"
         ) from error

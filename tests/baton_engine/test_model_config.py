@@ -1,6 +1,7 @@
 import json
 import platform
 
+import httpx
 import pytest
 import torch
 from huggingface_hub.utils._paths import filter_repo_objects
@@ -202,12 +203,21 @@ def test_a_hub_id_is_downloaded_at_its_revision(tmp_path, monkeypatch):
     assert asked == [("org/model", "v1", ["model.safetensors"])]
 
 
-def test_what_the_hub_refuses_is_one_clear_line(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError("no route\nto the hub"), "no route"),
+        (httpx.ReadError("server disconnected"), "server disconnected"),
+        (RuntimeError("CAS service error"), "CAS service error"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_what_the_hub_refuses_or_breaks_off_is_one_clear_line(monkeypatch, error, reason):
     def download(*args, **kwargs):
-        raise OSError("no route\nto the hub")
+        raise error
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(ModelLoadError, match=r"hub does not give it: no route$"):
+    with pytest.raises(ModelLoadError, match=f"hub does not give it: {reason}$"):
         resolve_model("org/model")
 
 

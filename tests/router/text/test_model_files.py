@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import httpx
 import pytest
 
 from baton.errors import ModelLoadError
@@ -27,6 +28,15 @@ def test_the_hub_is_asked_for_the_pinned_revision(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert revision_of(model_files("org/model", COMMIT)) == COMMIT
     assert asked == [("org/model", COMMIT)]
+
+
+def test_a_download_that_breaks_off_is_one_clear_line(monkeypatch):
+    def download(*args, **kwargs):
+        raise httpx.ReadError("server disconnected")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ModelLoadError, match=r"nor on the hub: server disconnected$"):
+        model_files("org/model", None)
 
 
 def test_a_directory_is_not_taken_for_a_revision_that_it_does_not_name(tmp_path):
