@@ -7,7 +7,7 @@ from pathlib import Path
 from baton.errors import ModelLoadError
 
 _SNAPSHOTS = "snapshots"
-_PATTERNS = ["*.json", "*.jinja", "tokenizer*", "*.model"]
+_PATTERNS = ["*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt"]
 
 
 def model_files(model: str, revision: str | None) -> Path:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from huggingface_hub.utils._paths import filter_repo_objects
 
 from baton.errors import ModelLoadError
 from router.text.model_files import model_files, revision_of
@@ -18,16 +19,21 @@ def _snapshot(tmp_path: Path) -> Path:
     return directory
 
 
-def test_the_hub_is_asked_for_the_pinned_revision(tmp_path, monkeypatch):
+def test_the_hub_is_asked_for_all_that_a_tokenizer_is_made_of_at_the_pinned_revision(
+    tmp_path, monkeypatch
+):
     asked = []
 
     def download(model, revision, allow_patterns):
-        asked.append((model, revision))
+        names = ["vocab.json", "merges.txt", "tokenizer.model", "model.safetensors"]
+        asked.append(
+            (model, revision, [*filter_repo_objects(names, allow_patterns=allow_patterns)])
+        )
         return str(_snapshot(tmp_path))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert revision_of(model_files("org/model", COMMIT)) == COMMIT
-    assert asked == [("org/model", COMMIT)]
+    assert asked == [("org/model", COMMIT, ["vocab.json", "merges.txt", "tokenizer.model"])]
 
 
 def test_a_download_that_breaks_off_is_one_clear_line(monkeypatch):
