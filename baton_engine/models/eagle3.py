@@ -65,6 +65,7 @@ def load_eagle3_spec(path: Path, target: ModelSpec) -> Eagle3Spec:
     target_hidden = config.integer("target_hidden_size", spec.hidden_size)
     if target_hidden != target.hidden_size:
         raise config.wrong("target_hidden_size", f"{target.hidden_size}, as the model has")
+    _refuse_other_norms(config)
     return Eagle3Spec(
         layer=spec,
         draft_vocab_size=config.integer("draft_vocab_size", spec.vocab_size),
@@ -75,17 +76,28 @@ def load_eagle3_spec(path: Path, target: ModelSpec) -> Eagle3Spec:
 
 
 def _target_layers(config: JsonFields, num_layers: int) -> tuple[int, ...]:
-    """Of the model, before which its hidden states are read; vLLM's where the file names none."""
+    """Of the model, before which its hidden states are read; named where vLLM looks for them, or vLLM's."""
     eagle = config.child("eagle_config")
     name = "eagle_aux_hidden_state_layer_ids"
     if not eagle.flag("use_aux_hidden_state", default=True):
         raise eagle.wrong("use_aux_hidden_state", "true")
-    named = eagle.values.get(name)
-    layers = (2, num_layers // 2, num_layers - 3) if named is None else eagle.token_ids(name)
+    place = config if config.values.get(name) else eagle
+    layers = place.token_ids(name) or (2, num_layers // 2, num_layers - 3)
     in_order = sorted(set(layers)) == list(layers)
     if len(layers) != 3 or not in_order or layers[0] < 0 or layers[-1] >= num_layers:
-        raise eagle.wrong(name, f"three different layers of the model's {num_layers}, rising")
+        raise place.wrong(name, f"three different layers of the model's {num_layers}, rising")
     return tuple(layers)
+
+
+def _refuse_other_norms(config: JsonFields) -> None:
+    """Of heads that normalise what they read, or what the next pass reads, which is not computed here."""
+    eagle = config.child("eagle_config")
+    for place, name in (
+        *((config, name) for name in ("norm_before_fc", "fc_norm", "norm_output")),
+        (eagle, "norm_before_fc"),
+    ):
+        if place.flag(name, default=False):
+            raise place.wrong(name, "false")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -338,8 +338,31 @@ def test_vectors_lie_over_as_many_layers_as_they_take(model, head):
 
 
 @pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, (0, 1, 2)),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "eagle_config": None}, (0, 1, 2)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, (1, 3, 4)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 4, 5)),
+        ({"eagle_config": None}, (2, 4, 5)),
+    ],
+)
+def test_the_layers_that_a_head_reads_are_named_where_vllm_looks_for_them(
+    tmp_path, changes, layers
+):
+    target = load_spec(make_model(tmp_path / "model", "llama", num_layers=8))
+    head = make_eagle3_head(tmp_path / "head", target_layers=(1, 3, 4), **changes)
+    _, spec = load_head_spec(by(head), target)
+    assert spec.target_layers == layers
+
+
+@pytest.mark.parametrize(
     ("changes", "why"),
     [
+        ({"norm_before_fc": True}, "norm_before_fc is True, but must be false"),
+        ({"fc_norm": True}, "fc_norm is True, but must be false"),
+        ({"norm_output": True}, "norm_output is True, but must be false"),
+        ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc is True, but must be false"),
         ({"vocab_size": 330}, "a vocabulary of 330 tokens, the model one of 320"),
         ({"target_hidden_size": 32}, "target_hidden_size is 32, but must be 64"),
         ({"target_layers": (0, 1, 3)}, "three different layers of the model's 3, rising"),
