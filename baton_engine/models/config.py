@@ -284,9 +284,11 @@ def _rope(config: JsonFields) -> RopeSpec:
     # where a file has both: whoever extends a context writes it, as guides of models say.
     rope = config.child("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise rope.wrong("partial_rotary_factor", "1")
+    named = "rope_type" if "rope_type" in rope else "type"
+    kind = rope.text(named, "default")
+    for place in (rope, config):
+        if place.number("partial_rotary_factor", 1.0) != 1.0:
+            raise place.wrong("partial_rotary_factor", "1")
     if kind == "default":
         return RopeSpec(theta=theta)
     if kind == "linear":
@@ -300,7 +302,7 @@ def _rope(config: JsonFields) -> RopeSpec:
             high_freq_factor=rope.number("high_freq_factor"),
             original_max_position=_original_max_position(config, rope),
         )
-    raise rope.wrong("rope_type", "default, linear or llama3, the kinds supported")
+    raise rope.wrong(named, "default, linear or llama3, the kinds supported")
 
 
 def _original_max_position(config: JsonFields, rope: JsonFields) -> int:

@@ -124,6 +124,8 @@ def test_a_mistral_file_that_leaves_the_window_out_means_transformers_own(tmp_pa
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: type is 'yarn'"),
+        ({"partial_rotary_factor": 0.5}, r"config.json: partial_rotary_factor is 0\.5"),
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta is nan"),
         ({"rope_parameters": {"rope_theta": 10**400}}, "rope_theta"),
