@@ -17,6 +17,7 @@ from baton_engine.models.json_fields import read_json_fields
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+NOT_QUANTISED = "quantised weights are not supported"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +54,24 @@ class Checkpoint:
         """
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise ModelLoadError(f"{self.path}: tensor {name} is missing from the weights")
+            packed = [other for other in self.tensors if _is_packed(other, name)]
+            raise ModelLoadError(
+                f"{self.path}: tensor {name} is missing from the weights"
+                + (f", which have {packed[0]}; {NOT_QUANTISED}" if packed else "")
+            )
+        if tensor.dtype == "U8":  # several numbers to a byte
+            raise ModelLoadError(f"{tensor.file}: tensor {name} is stored as U8; {NOT_QUANTISED}")
         if tensor.shape != shape:
             raise ModelLoadError(
                 f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, "
                 f"but config.json asks for {list(shape)}"
             )
         return tensor
+
+
+def _is_packed(name: str, weight: str) -> bool:
+    """Whether that is a part of `weight` in GPTQ's, AWQ's or compressed-tensors' form (`qweight`, `weight_packed`)."""
+    return name in (weight.removesuffix("weight") + "qweight", weight + "_packed")
 
 
 class TensorView(Protocol):

@@ -16,7 +16,13 @@ from baton_engine.kernels.cpu.matmul import BFloat16Panels
 from baton_engine.kernels.cpu.product_choice import AUTO, IN_PANELS, Bfloat16Product, choose_product
 from baton_engine.kernels.ports import HeadNorms, KernelSet
 from baton_engine.kernels.select import select_kernels
-from baton_engine.models.checkpoint import Checkpoint, OpenFile, open_safetensors, read_checkpoint
+from baton_engine.models.checkpoint import (
+    NOT_QUANTISED,
+    Checkpoint,
+    OpenFile,
+    open_safetensors,
+    read_checkpoint,
+)
 from baton_engine.models.config import ModelSpec
 from baton_engine.models.decoder import (
     Decoder,
@@ -323,7 +329,7 @@ class _Weights:
         stored = self._checkpoint.require(name, shape)
         if stored.dtype not in ("F32", "F16", "BF16", "F64"):
             raise ModelLoadError(
-                f"{stored.file}: tensor {name} is stored as {stored.dtype}; quantised weights are not supported"
+                f"{stored.file}: tensor {name} is stored as {stored.dtype}; {NOT_QUANTISED}"
             )
         self._used.add(name)
         return self._file(stored.file).get_tensor(name)

@@ -191,6 +191,29 @@ def test_quantised_weights_are_refused(directory):
         load(directory)
 
 
+@pytest.mark.parametrize(
+    ("packed", "complaint"),
+    [
+        (
+            "qweight",
+            r"q_proj\.weight is missing from the weights, which have .*q_proj\.qweight; quantised",
+        ),
+        ("weight_packed", r"which have .*q_proj\.weight_packed; quantised"),
+        ("weight", "stored as U8; quantised"),
+    ],
+)
+def test_packed_weights_are_refused_as_what_they_are(directory, packed, complaint):
+    name = "model.layers.0.self_attn.q_proj"
+
+    def pack(tensors):
+        tensors.pop(f"{name}.weight")
+        tensors[f"{name}.{packed}"] = torch.zeros(2048, 1, dtype=torch.uint8)
+
+    rewrite_weights(directory, pack)
+    with pytest.raises(ModelLoadError, match=complaint):
+        load(directory)
+
+
 @pytest.mark.parametrize("damage", ["gone", "misplaced", "outside"])
 def test_a_broken_index_is_named(tmp_path, damage):
     directory = make_model(tmp_path, "llama", max_shard_size="40KB")
