@@ -15,7 +15,7 @@ from baton.errors import ModelLoadError
 from baton.ids import LayerName
 from baton.layout import DTYPE_BYTES, KvLayout
 from baton_engine.kernels.cpu.product_choice import COMPUTED_IN, Bfloat16Product
-from baton_engine.models.checkpoint import fingerprint, read_checkpoint
+from baton_engine.models.checkpoint import Checkpoint, fingerprint, read_checkpoint
 from baton_engine.models.json_fields import JsonFields, read_json_fields
 from baton_engine.models.rotary import RopeScaling, RopeSpec
 
@@ -45,6 +45,8 @@ _TORCH_DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+
+_STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +146,7 @@ def load_spec(path: Path, families: Mapping[str, str] = FAMILIES) -> ModelSpec:
         raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if config.text("hidden_act", "silu") != "silu":
         raise config.wrong("hidden_act", "'silu', the only activation supported")
+    checkpoint = read_checkpoint(path)
     return ModelSpec(
         family=family,
         vocab_size=config.integer("vocab_size"),
@@ -163,8 +166,10 @@ def load_spec(path: Path, families: Mapping[str, str] = FAMILIES) -> ModelSpec:
         qk_norm=family == "qwen3",
         tied_embeddings=config.flag("tie_word_embeddings", default=False),
         eos_token_ids=_eos_token_ids(config, path),
-        dtype=config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch."),
-        fingerprint=fingerprint(read_checkpoint(path), config.values),
+        dtype=config.text(
+            "dtype", config.text("torch_dtype", _stored_dtype(checkpoint))
+        ).removeprefix("torch."),
+        fingerprint=fingerprint(checkpoint, config.values),
     )
 
 
@@ -303,6 +308,12 @@ def _rope(config: JsonFields) -> RopeSpec:
             original_max_position=_original_max_position(config, rope),
         )
     raise rope.wrong(named, "default, linear or llama3, the kinds supported")
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> str:
+    """Of the first weights that are not quantised, as transformers has it where config.json names none."""
+    stored = (tensor.dtype for tensor in checkpoint.tensors.values())
+    return next((_STORED_DTYPES[name] for name in stored if name in _STORED_DTYPES), "float32")
 
 
 def _original_max_position(config: JsonFields, rope: JsonFields) -> int:

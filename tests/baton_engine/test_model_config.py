@@ -236,6 +236,13 @@ def test_auto_is_bfloat16_on_a_cpu_only_where_that_is_multiplied_in_bfloat16(tmp
         assert choose_dtype(spec, "float16", CPU, product) == torch.float16
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_dtype_is_that_of_the_weights_where_no_file_names_one(tmp_path, dtype):
+    directory = make_model(tmp_path, "llama", dtype=dtype)
+    spec = load_spec(rewrite(directory, dtype=None, torch_dtype=None))
+    assert spec.dtype == str(dtype).removeprefix("torch.")
+
+
 def test_an_unknown_dtype_is_refused(directory):
     with pytest.raises(ModelLoadError, match="int4"):
         choose_dtype(load_spec(directory), "int4", CPU, Bfloat16Product.WIDENED)
