@@ -113,7 +113,7 @@ class StepPlanner:
 
     def draft(self) -> "tuple[StepDraft, list[SeqEvent]]":
         """The next step, and the events to emit before it runs; it has no sequences if nothing can run."""
-        awake = [sequence for sequence in self._queues.running if not sequence.awaits_mask]
+        awake = [sequence for sequence in self._queues.running if not sequence.sits_out()]
         copies = self._append_slots(awake)
         running = [sequence for sequence in awake if sequence.state is State.RUNNING]
         drafts = self._drafts(running)

@@ -239,6 +239,13 @@ class Sequence:
         """Whether it is not known yet which tokens may come next, and no step is to wait for that."""
         return self.constraint is not None and self.constraint.finding()
 
+    def sits_out(self) -> bool:
+        """Whether no step has it until its mask is known. The engine is told of that, whoever began to find it."""
+        if self.constraint is None or not self.constraint.finding():
+            return False
+        self.constraint.begin(late=True)
+        return self.constraint.finding()
+
     @property
     def was_preempted(self) -> bool:
         """Whether it was admitted before and waits again."""

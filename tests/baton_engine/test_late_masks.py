@@ -121,3 +121,37 @@ def test_a_mask_that_is_found_as_it_is_given_up_is_drawn_by():
     seq.constraint = FoundWhenGivenUp()
     row = Row(seq=seq, start=0, num_tokens=1, samples=(0,))
     assert late_masks([row], lambda: True) == frozenset()
+
+
+class Begun(Mask):
+    """Its masks are sought without a word on who waits for them, as by a draft model that fails then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_late = False
+
+    def begin(self, *, late: bool = False) -> None:
+        self.is_late |= late
+
+
+def alone(mask: Mask) -> World:
+    world = World(limits=limits())
+    world.scheduler.handle(Generate(seq_id=SeqId("a"), prompt=prompt(6, max_tokens=6)), 0.0, mask)
+    world.step()
+    return world
+
+
+def test_who_sits_out_is_told_whatever_its_mask_was_begun_for():
+    mask = Begun()
+    world = alone(mask)
+    mask.is_late = False  # its prompt was not to wait either
+    assert world.step() == []
+    assert mask.is_late
+    finish(world, mask)
+    assert world.tokens("a") == world.undisturbed(prompt(6, max_tokens=6))
+
+
+def test_a_mask_that_is_found_as_its_text_is_to_sit_out_is_drawn_by():
+    world = alone(FoundWhenGivenUp())
+    world.run()
+    assert world.tokens("a") == world.undisturbed(prompt(6, max_tokens=6))
