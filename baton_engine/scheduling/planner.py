@@ -74,6 +74,7 @@ class StepPlanner:
         if speculator is None or not speculator.has_model:
             return None
         speculator.begin_step(running)
+        self._drop_passed_by(running)
         room = (
             0
             if self._are_prompts_bound(running)
@@ -97,6 +98,14 @@ class StepPlanner:
                 )
             room -= count
         return DraftPlan(rows=tuple(rows)) if rows else None
+
+    def _drop_passed_by(self, running: SequenceOf[Sequence]) -> None:
+        """What was proposed for the last step, which did without where a preemption had a prompt computed in a bounded
+        time, would stand in wrong places now: the texts are longer.
+        """
+        for sequence in running:
+            if sequence.drafts is not None and sequence.drafts.taken():
+                self._cache.drop_lookahead(sequence)
 
     def drafted(self, plan: DraftPlan, proposed: SequenceOf[SequenceOf[int]] | None) -> None:
         """The drafter has computed `plan` and proposes tokens; None where it failed."""

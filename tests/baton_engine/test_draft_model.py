@@ -25,6 +25,7 @@ from baton_engine.models.config import kv_layout, load_spec
 from baton_engine.models.draft_spec import check_draft_length, load_draft_spec
 from baton_engine.ports import LayerReady
 from baton_engine.runner import ModelRunner
+from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.plan import DraftPlan
 from baton_engine.scheduling.request import State
 from baton_engine.simulated import build_simulated
@@ -175,6 +176,33 @@ def test_a_sequence_that_cannot_get_pages_for_drafts_goes_on_without():
     world.assert_empty()
     assert world.scheduler.load().preemptions == 0, "drafts took pages that a text needed"
     assert world.tokens("one") == world.tokens("two") == world.undisturbed(prompt(4, max_tokens=11))
+
+
+def test_drafts_that_a_step_goes_without_are_none_of_a_later_one():
+    """A preemption, decided once they are there, has a prompt computed in a bounded time, and it has all of that."""
+    world = World(
+        some(vocab_size=4, block_tokens=2, num_blocks=10, max_num_seqs=3),
+        speculation=DRAFTS,
+        policy=SchedulingPolicy(tbt_s=10.0),
+        drafts_wrongly=2,
+    )
+    texts = {
+        SeqId(f"s{n}"): prompt(tuple((n + i) % 4 for i in range(5)), max_tokens=14 - n)
+        for n in range(3)
+    }
+    world.tell(*(Generate(seq_id=seq_id, prompt=text) for seq_id, text in texts.items()))
+    num_passed_by = 0
+    while world.scheduler.load().running + world.scheduler.load().waiting:
+        num_plans = len(world.draft_plans)
+        world.step()
+        asked_of = {row.seq for plan in world.draft_plans[num_plans:] for row in plan.rows}
+        for sequence in world.scheduler._queues.running:
+            if sequence.drafts is not None and sequence.drafts.proposed:
+                num_passed_by += 1
+                assert sequence in asked_of
+    assert num_passed_by > 0
+    for seq_id, text in texts.items():
+        assert world.tokens(seq_id) == world.undisturbed(text)
 
 
 @pytest.fixture(scope="module")
