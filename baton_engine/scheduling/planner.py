@@ -411,7 +411,6 @@ class StepDraft:
         self.tokens_left -= size
         if sequence.fetch is not None:
             self._fetches.append(sequence.fetch)
-            sequence.fetch = None
         if sequence.request.kind is LegKind.PREFILL:
             self._export(sequence, sequence.num_computed + size)
 

@@ -145,7 +145,7 @@ class Sequence:
         keys: Keys of the leading full blocks of `tokens`, as far as they were needed.
         num_published: Leading pages that are held in the prefix tree.
         num_external: Leading full pages whose KV was not computed here but came from a pool or another engine.
-        fetch: What is to be fetched in its first step, until that is planned.
+        fetch: What is to be fetched in its first step, until that is over.
         num_exported: Leading pages that were reported to the `LayerSink`.
         retained: Own pages that an equal shared page replaced while a transfer may still read them.
         shares_tail: Whether the last page may be referenced by a sibling that will write into it too.

@@ -400,6 +400,9 @@ class Scheduler:
         for row in plan.rows:
             if len(row.draft) == 1 and row.seq.state is State.RUNNING:
                 self._cache.drop_lookahead(row.seq)
+        if plan.fetches:
+            for sequence in step.sequences:
+                sequence.fetch = None
         for fetch in plan.fetches:
             if (fetched := self._requests.get(fetch.seq_id)) is not None:
                 self._cache.settle(fetched)

@@ -270,6 +270,30 @@ def test_the_source_forgets_a_sequence_once_it_was_admitted_or_is_gone():
     assert C in world.source.forgotten
 
 
+def test_a_sample_that_fetches_nothing_gives_no_lease_of_one_beside_it_back():
+    world = World(limits(num_blocks=8, max_num_batched_tokens=64), pool=FakeKvSource())
+    other, both = prompt((100, 101, 102, 103), max_tokens=20), prompt(3, samples=2, max_tokens=20)
+    world.tell(Generate(seq_id=A, prompt=other), Generate(seq_id=B, prompt=both))
+    while len(world.source.wanted) < 2:
+        world.step()
+    (_, of_last), (_, of_first) = world.source.wanted
+    assert world.pool is not None
+    for key in set(of_last) - set(of_first):
+        world.pool.blocks.pop(key, None)
+    for _ in range(100):
+        num_forgotten = world.source.forgotten.count(B)
+        plan, _ = world.scheduler.schedule(0.0)
+        assert plan is not None
+        assert world.source.forgotten.count(B) == num_forgotten
+        world.scheduler.update_from_output(plan, world.runner.execute(plan), 0.0)
+        if plan.fetches:
+            assert len([row for row in plan.rows if row.seq.seq_id == B]) == 2
+            assert len(plan.fetches) == 1
+            assert world.source.forgotten[-1] == B
+            return
+    raise AssertionError("nothing was fetched")
+
+
 def test_a_page_that_is_handed_out_again_gets_another_generation():
     world = World(limits(num_blocks=8), pool=FakeKvSource())
     world.block_sink.eager = False
