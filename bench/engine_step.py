@@ -4,6 +4,9 @@
 Random weights. Decode steps at several batch sizes over contexts of one length, and one chunk of a prompt, each split
 into what can be timed from outside: the step's tensors, the layers (attention once more by itself), the output head,
 the draw. Figures are medians in milliseconds: `qwen370m_decode_b8_layers_ms`; rates are tokens per second.
+`qwen370m_decode_b8_of_memory` is the rate at which a step passes over the weights, counted as the checkpoint holds
+them, against that at which torch's sum reads memory in the turns between: what memory allows is 1, and compressed
+weights may be beyond.
 """
 
 import argparse
@@ -35,6 +38,7 @@ from bench.harness.report import Report
 from bench.harness.shapes import SHAPES, write_model
 
 _BLOCK_TOKENS = 16
+_SUMMED_BYTES = 256 << 20
 _CPU = torch.device("cpu")
 _T = TypeVar("_T")
 
@@ -71,6 +75,9 @@ def main() -> None:
             widened = is_widened(spec, arguments.dtype, dtype)
             kv_dtype = choose_kv_dtype("auto", dtype, _CPU, widened=widened)
             check_quantization(arguments.quantization, _CPU, dtype)
+            weights_bytes = sum(
+                file.stat().st_size for file in Path(directory).glob("*.safetensors")
+            )
             decoder = load_decoder(
                 Path(directory),
                 spec,
@@ -82,7 +89,7 @@ def main() -> None:
             )
         for case in _cases(arguments):
             bench = Bench(decoder, kv_dtype, case, one_by_one=arguments.deterministic)
-            _measure(bench, shape, case, arguments.rounds, report)
+            _measure(bench, f"{shape}_{case.name}", case, arguments.rounds, weights_bytes, report)
     if arguments.json:
         report.write(arguments.json)
 
@@ -158,6 +165,19 @@ class Bench:
             )
 
 
+class Memory:
+    """Memory that no cache holds, to read."""
+
+    def __init__(self) -> None:
+        self._numbers = torch.ones(_SUMMED_BYTES // 4)
+
+    def read_rate(self) -> float:
+        """Bytes per second of torch's sum over it."""
+        began_s = time.perf_counter()
+        self._numbers.sum()
+        return _SUMMED_BYTES / (time.perf_counter() - began_s)
+
+
 def _row(index: int, blocks: int, case: Case, vocab: int) -> Row:
     length = case.context + case.tokens
     tokens = tuple((7 * index + 31 * place) % vocab for place in range(length))
@@ -176,17 +196,27 @@ def _timed(parts: dict[str, float], name: str, part: Callable[[], _T]) -> _T:
     return result
 
 
-def _measure(bench: Bench, shape: str, case: Case, rounds: int, report: Report) -> None:
+def _measure(
+    bench: Bench, prefix: str, case: Case, rounds: int, weights_bytes: int, report: Report
+) -> None:
+    memory = Memory()
     bench.run()  # warms up
-    runs = [bench.run() for _ in range(rounds)]
+    runs, rates = [], []
+    for _ in range(rounds):
+        runs.append(bench.run())
+        rates.append(memory.read_rate())
     medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-    prefix = f"{shape}_{case.name}"
     for name, value in medians.items():
         report.figures[f"{prefix}_{name}_ms"] = value
+    parts = "  ".join(f"{name} {value:.2f}" for name, value in medians.items())
     rate = 1e3 * case.rows * case.tokens / medians["step"]
     report.figures[f"{prefix}_tok_s"] = rate
-    parts = "  ".join(f"{name} {value:.2f}" for name, value in medians.items())
-    print(f"{prefix:24} {rate:8.1f} tok/s   {parts}  (ms)", flush=True)
+    line = f"{prefix:24} {rate:8.1f} tok/s   {parts}  (ms)"
+    if case.tokens == 1:
+        of_memory = weights_bytes / (1e-3 * medians["step"]) / statistics.median(rates)
+        report.figures[f"{prefix}_of_memory"] = of_memory
+        line += f"  of memory {of_memory:.2f}"
+    print(line, flush=True)
 
 
 if __name__ == "__main__":
