@@ -9,12 +9,12 @@ namespace {
 
 constexpr int64_t DEPTH = 6144 / PANEL;  // inputs of a widened panel: with a tile of rows about the nearest cache
 
-// Rows for which a compressed panel is decoded in registers, beside their sums; for more it is widened before. With
+// Rows for which a compressed panel is decoded in registers, beside their sums; for more it is decoded before. With
 // short vectors a tile is no higher.
 constexpr int64_t MOST_DECODED = LANES == 16 ? 4 : TILE;
 
-// Whether weights that lie plain are widened in registers for any number of rows: short vectors have low tiles, and what
-// is written and read once more for them costs more than widening again does.
+// Whether weights are widened in registers for any number of rows: short vectors have low tiles, and what is written and
+// read once more for them costs more than widening again does.
 constexpr bool IN_REGISTERS = LANES == 8;
 constexpr int64_t BLOCK_TILES = BLOCK / TILE;
 constexpr int64_t LOW = 8 / ACROSS;  // rows below which a tile is low
@@ -47,9 +47,17 @@ void pack(const T* x, int64_t inputs, int64_t depth, int64_t first, int64_t heig
     }
 }
 
-// sums [R][P * PANEL] of P panels read from memory; of short vectors, what comes `ahead` pairs later is sent for.
-template <int R, int P, typename Panel>
-__attribute__((noinline)) void stream(const float* a, const Panel* first, int64_t pairs, int64_t ahead, float* sums) {
+// The lines of a panel itself, AHEAD of where it is read.
+struct OwnLines {
+    template <typename Panel>
+    void prefetch(const Panel& panel, int64_t) const {
+        panel.prefetch(AHEAD);
+    }
+};
+
+// sums [R][P * PANEL] of P panels; with short vectors, what is `coming` is sent for.
+template <int R, int P, typename Panel, typename Coming>
+__attribute__((noinline)) void stream(const float* a, const Panel* first, int64_t pairs, Coming coming, float* sums) {
     // Sums, weights and what they are widened to do not fit: for odd inputs, weights are loaded again.
     constexpr bool LOADS_TWICE = REGISTERS == 16 && !Panel::IS_COMPRESSED;
     Vec acc[R][P * ACROSS];
@@ -60,7 +68,7 @@ __attribute__((noinline)) void stream(const float* a, const Panel* first, int64_
     for (int64_t k = 0; k < pairs; k += Panel::PAIRS, a += 2 * R * Panel::PAIRS)
         BATON_UNROLL for (int p = 0; p < P; p++) {
             Panel again = panels[p];
-            if (IN_REGISTERS && P <= 2) again.prefetch(ahead);  // of more, the processor finds the way itself
+            if (IN_REGISTERS && P <= 2) coming.prefetch(again, k);  // of more, the processor finds the way itself
             Words read[Panel::PAIRS * ACROSS];
             panels[p].read(read);
             BATON_UNROLL for (int q = 0; q < Panel::PAIRS; q++) {
@@ -145,27 +153,26 @@ class Product {
 
     template <typename Panel>
     void multiply_by() const {
-        constexpr bool STREAMS = IN_REGISTERS && !Panel::IS_COMPRESSED;
         if (tiling.rows <= (Panel::IS_COMPRESSED ? MOST_DECODED : TILE)) {
             with_count<TILE>(tiling.rows, [&](auto rows) { stream_panels<rows, Panel>(); });
-        } else if (STREAMS && tiling.rows <= FEW) {
+        } else if (IN_REGISTERS && tiling.rows <= FEW) {
 #pragma omp for schedule(guided, 1)
-            for (int64_t panel = 0; panel < panels; panel++) multiply_block<STREAMS, Panel>(panel, 0, tiling.count());
+            for (int64_t panel = 0; panel < panels; panel++) multiply_block<Panel>(panel, 0, tiling.count());
         } else {
             int64_t tiles = tiling.count(), blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES;
 #pragma omp for schedule(dynamic, 1)
             for (int64_t item = 0; item < panels * blocks; item++) {
                 int64_t begin = item / panels * BLOCK_TILES;
-                multiply_block<STREAMS, Panel>(item % panels, begin, std::min(begin + BLOCK_TILES, tiles));
+                multiply_block<Panel>(item % panels, begin, std::min(begin + BLOCK_TILES, tiles));
             }
         }
     }
 
     // One panel times the tiles from `begin` to `end`.
-    template <bool STREAMS, typename Panel>
+    template <typename Panel>
     void multiply_block(int64_t panel, int64_t begin, int64_t end) const {
-        if constexpr (STREAMS)
-            stream_block(panel, begin, end);
+        if constexpr (IN_REGISTERS)
+            stream_block<Panel>(panel, begin, end);
         else
             widen_block<Panel>(panel, begin, end);
     }
@@ -177,27 +184,50 @@ class Product {
 #pragma omp for schedule(guided, 1)
         for (int64_t group = 0; group < (panels + P - 1) / P; group++) {
             if (group * P + P <= panels)
-                stream_group<R, P, Panel>(group * P, 0, AHEAD);
+                stream_group<R, P, Panel>(group * P);
             else
-                for (int64_t panel = group * P; panel < panels; panel++) stream_group<R, 1, Panel>(panel, 0, AHEAD);
+                for (int64_t panel = group * P; panel < panels; panel++) stream_group<R, 1, Panel>(panel);
         }
     }
 
-    // It stays in a near cache, and the next one comes meanwhile.
-    void stream_block(int64_t panel, int64_t begin, int64_t end) const {
+    template <int R, int P, typename Panel>
+    void stream_group(int64_t first) const {
+        Panel group[P];
+        for (int p = 0; p < P; p++) group[p] = Panel(matrix, first + p);
+        stream_tile<R, P>(group, first, 0, OwnLines());
+    }
+
+    template <int R, int P, typename Panel, typename Coming>
+    void stream_tile(const Panel* group, int64_t first, int64_t tile, Coming coming) const {
+        alignas(64) float sums[R * P * PANEL];
+        stream<R, P>(packed_rows(tile), group, pairs, coming, sums);
+        outputs.put(sums, P * PANEL, tiling.first(tile), R, first * PANEL);
+    }
+
+    // It stays in a near cache, a compressed one as a plain copy, and the next one comes meanwhile.
+    template <typename Panel>
+    void stream_block(int64_t index, int64_t begin, int64_t end) const {
+        const PlainPanel<> panel = Panel::IS_COMPRESSED ? copy_of(index) : PlainPanel<>(matrix, index);
         for (int64_t tile = begin; tile < end; tile++)
             with_count<TILE>(tiling.height(tile), [&](auto rows) {
-                stream_group<rows, 1, PlainPanel<>>(panel, tile, tile == begin ? AHEAD : pairs);
+                if (!Panel::IS_COMPRESSED && tile == begin)
+                    stream_tile<rows, 1>(&panel, index, tile, OwnLines());
+                else
+                    stream_tile<rows, 1>(&panel, index, tile, following(matrix, index, tile - begin, end - begin));
             });
     }
 
-    template <int R, int P, typename Panel>
-    void stream_group(int64_t first, int64_t tile, int64_t ahead) const {
-        alignas(64) float sums[R * P * PANEL];
-        Panel group[P];
-        for (int p = 0; p < P; p++) group[p] = Panel(matrix, first + p);
-        stream<R, P>(packed_rows(tile), group, pairs, ahead, sums);
-        outputs.put(sums, P * PANEL, tiling.first(tile), R, first * PANEL);
+    // A plain copy of a compressed panel.
+    PlainPanel<> copy_of(int64_t index) const {
+        static thread_local std::vector<uint32_t> memory;
+        uint32_t* copy = kept(memory, pairs * PANEL);
+        CompressedPanel<> panel(matrix, index, copy);
+        for (int64_t k = 0; k < pairs; k += CompressedPanel<>::PAIRS) {
+            panel.prefetch(AHEAD);
+            Words read[GROUP_VECTORS];
+            panel.read(read);
+        }
+        return PlainPanel<>(copy);
     }
 
     // It is widened for all of them.

@@ -14,14 +14,6 @@ constexpr int64_t ROWS = 96;   // that a thread multiplies with a panel at once
 constexpr int64_t LOW = 8;     // rows below which a tile is low
 constexpr int64_t AHEAD = 64;  // pairs of a panel, of which those to come are sent for
 
-// What comes after a panel that stays, as multiply_panel prefetches it: `step` / 65536 lines per pair.
-struct Following {
-    const char* lines = nullptr;
-    int64_t step = 0;
-
-    void prefetch(int64_t pair) const { __builtin_prefetch(lines + (pair * step >> 16) * 64, 0, 2); }
-};
-
 // sums [R][PANEL] of rows of x and a panel, whose own lines are prefetched. One that is read more than once is followed
 // by another, of which each tile prefetches its share.
 template <int R, typename Panel>
@@ -39,7 +31,7 @@ BATON_PAIRS __attribute__((noinline)) void multiply_panel(const bfloat16* x, int
         Words read[Panel::PAIRS * ACROSS];
         panel.read(read);
         BATON_UNROLL for (int p = 0; p < Panel::PAIRS; p++) {
-            if (!Panel::IS_READ_ONCE) following.prefetch(k + p);
+            if (!Panel::IS_READ_ONCE) following.prefetch(panel, k + p);
             BATON_UNROLL for (int i = 0; i < R; i++) {
                 int32_t pair;
                 std::memcpy(&pair, rows[i / 4] + i % 4 * inputs + 2 * p, sizeof pair);
@@ -152,18 +144,10 @@ class PairProduct {
             if (matrix.codes) return multiply(CompressedPanel<true>(matrix, panel), Following{});
             return multiply(PlainPanel<true>(matrix, panel), Following{});
         }
-        const Following next = following(panel, part, parts);
+        const Following next = following(matrix, panel, part, parts);
         if (!matrix.codes) return multiply(PlainPanel<>(matrix, panel), next);
         if (part == 0) return multiply(CompressedPanel<>(matrix, panel, copy), next);
         multiply(PlainPanel<>(copy), next);
-    }
-
-    // A tile's share of the panel after `panel`.
-    Following following(int64_t panel, int64_t part, int64_t parts) const {
-        const int64_t input_bytes = matrix.codes ? CompressedPanel<>::INPUT_BYTES : PlainPanel<>::INPUT_BYTES;
-        const int64_t lines = 2 * pairs * input_bytes / 64;
-        return {static_cast<const char*>(matrix.weight) + ((panel + 1) * lines + part * lines / parts) * 64,
-                (lines << 16) / (pairs * parts)};
     }
 
     // sums [count][PANEL] become the columns from `column` on of the rows from `row` on. The processor rounds a whole

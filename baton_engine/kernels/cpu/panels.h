@@ -144,4 +144,25 @@ class CompressedPanel {
     }
 };
 
+// What follows a panel that stays while tiles pass over it, each of which prefetches its share: `step` / 65536 lines per
+// pair.
+struct Following {
+    const char* lines = nullptr;
+    int64_t step = 0;
+
+    template <typename Panel>
+    void prefetch(const Panel&, int64_t pair) const {
+        __builtin_prefetch(lines + (pair * step >> 16) * 64, 0, 2);
+    }
+};
+
+// A tile's share of the panel after `panel`: that of tile `part` of `parts`.
+inline Following following(const Matrix& matrix, int64_t panel, int64_t part, int64_t parts) {
+    const int64_t pairs = pairs_of(matrix);
+    const int64_t input_bytes = matrix.codes ? CompressedPanel<>::INPUT_BYTES : PlainPanel<>::INPUT_BYTES;
+    const int64_t lines = 2 * pairs * input_bytes / 64;
+    return {static_cast<const char*>(matrix.weight) + ((panel + 1) * lines + part * lines / parts) * 64,
+            (lines << 16) / (pairs * parts)};
+}
+
 }  // namespace baton
