@@ -428,8 +428,6 @@ class Dispatcher:
 
     def _apply(self, leg: Leg, event: LegEvent, now_s: float) -> list[Action]:
         if isinstance(event, LegFailed):
-            if _took_over_in_vain(leg, event.error):
-                return self._continue_on_decode(leg, now_s)
             return self._on_leg_failed(leg, event.error, now_s)
         if leg.kind not in _KINDS_OF[type(event)]:
             return self._breach(
@@ -475,10 +473,12 @@ class Dispatcher:
             attempt.request.prompt_logprobs = event.prompt_logprobs
         actions = [] if known else _emit(attempt, event.first_tokens, now_s)
         actions += self._end_if_done(attempt, now_s)
+        return actions + self._apply_early(attempt, now_s)
+
+    def _apply_early(self, attempt: Attempt, now_s: float) -> list[Action]:
+        """What D sent before the first tokens were known; of an attempt that has ended no leg is open."""
         held_back, attempt.early = attempt.early, []
-        for early in held_back:  # those of an attempt that has ended find no open leg
-            actions += self._leg_event(early, now_s)
-        return actions
+        return [action for early in held_back for action in self._leg_event(early, now_s)]
 
     def _decode_tokens(self, leg: Leg, event: DecodeTokens, now_s: float) -> list[Action]:
         attempt = leg.attempt
@@ -594,15 +594,12 @@ class Dispatcher:
         attempt.move(AttemptState.DECODING, now_s)
         return []
 
-    def _continue_on_decode(self, leg: Leg, now_s: float) -> list[Action]:
+    def _resume_on_decode(self, attempt: Attempt, now_s: float) -> list[Action]:
         """P took over what was handed off already, and is done: what D sends, or sent, follows what the client has."""
-        attempt = leg.attempt
-        self._legs.abandon(leg, now_s)
         if attempt.state is AttemptState.PREFILLING:
             attempt.move(AttemptState.HANDING_OFF, now_s)
         attempt.move(AttemptState.DECODING, now_s)
-        held_back, attempt.early = attempt.early, []
-        return [action for early in held_back for action in self._leg_event(early, now_s)]
+        return self._apply_early(attempt, now_s)
 
     def _breach(self, leg: Leg, what: str, now_s: float) -> list[Action]:
         """The worker broke the contract for this leg: cancels it and continues elsewhere."""
@@ -682,6 +679,8 @@ class Dispatcher:
         if attempt.decode is not None and attempt.decoded:
             # D decodes, so it has the KV: P was done except for its report.
             return self._continue_on_decode_only(attempt, now_s)
+        if attempt.decode is not None and _has_pages(attempt, error):
+            return self._resume_on_decode(attempt, now_s)
         decode_waits = attempt.decode is not None and not attempt.early
         if decode_waits and attempt.state in _HANDOFF_OPEN and reservation_intact:
             return self._retry.replace_prefill(attempt, error, blamed, now_s)
@@ -715,18 +714,18 @@ def _given_up_by_prefill(leg: Leg, error: BatonError) -> bool:
     return leg.kind is LegKind.RECEIVE and isinstance(error, CancelledByPeerError) and waits
 
 
-def _took_over_in_vain(leg: Leg, error: BatonError) -> bool:
-    """Whether D has what the P before this one had committed. It says so, or has sent tokens: this P has failed without
-    first tokens, and so without a commit of its own. They are known, so the client has what D goes on from.
+def _has_pages(attempt: Attempt, error: BatonError) -> bool:
+    """Whether D has what an earlier P committed, though another was to take over: D has sent tokens, or that P was told
+    so. The client has the first tokens, from which D goes on.
     """
-    attempt = leg.attempt
-    goes_on = attempt.decode is not None and attempt.first_tokens is not None
-    has_pages = bool(attempt.early) or isinstance(error, HandedOffError)
-    return leg.kind is LegKind.PREFILL and goes_on and has_pages
+    told = bool(attempt.early) or isinstance(error, HandedOffError)
+    return told and attempt.first_tokens is not None
 
 
 def _suspects(leg: Leg, error: BatonError) -> list[WorkerView]:
     """Workers that may be at fault for what ended `leg`, its own first."""
+    if isinstance(error, HandedOffError):
+        return []
     if isinstance(error, NoRoomError) and leg.attempt.decode is not None:
         return [leg.attempt.decode.worker]  # also where P was told so before this router
     others: Sequence[Leg] = leg.attempt.legs if isinstance(error, _EITHER_WORKERS_FAULT) else ()

@@ -484,6 +484,16 @@ def test_a_d_that_had_the_pages_when_their_p_was_lost_goes_on_though_another_was
     core.assert_empty()
 
 
+def test_a_d_that_had_the_pages_goes_on_where_who_was_to_take_over_is_lost_too(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    again = sent(die(core, p), LegKind.PREFILL)
+    assert core(decoded(d, drawn(0, 1, 4))) == []
+    assert tokens_in(die(core, again)) == [drawn(0, 1, 4)]
+    assert tokens_in(core(decoded(d, drawn(0, 2, 4)))) == [drawn(0, 2, 4)]
+
+
 @pytest.mark.parametrize("drawn_again", [False, True])
 def test_a_d_that_says_that_it_has_the_pages_is_waited_for(core, drawn_again):
     core.join("p0", "p1", "d0")
