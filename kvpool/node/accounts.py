@@ -59,7 +59,11 @@ class Account:
 
 @dataclass(slots=True, eq=False)
 class Billing:
-    """All blocks of one owner and one size; every slot names its block's billing. `slots`: that they take in all tiers."""
+    """All blocks of one owner and one size; every slot names its block's billing.
+
+    Attributes:
+        slots: How many its blocks take, in both tiers.
+    """
 
     owner: Owner
     size_bytes: int

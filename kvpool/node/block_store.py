@@ -28,8 +28,16 @@ from baton.errors import InvariantError
 from baton.ids import BlockKey
 from baton.story import StoryEntry
 from kvpool.eviction.policy import MayGo
-from kvpool.messages import DirectoryChanges, DiskBlock, Erase, NodeAction, Stored, Tier
-from kvpool.node.accounts import Account, Billing, TierUsage
+from kvpool.messages import (
+    DirectoryChanges,
+    DiskBlock,
+    Erase,
+    NodeAction,
+    Selection,
+    Stored,
+    Tier,
+)
+from kvpool.node.accounts import Account, Accounts, Billing, TierUsage
 
 
 class SlotState(IntEnum):
@@ -492,7 +500,7 @@ class BlockStore:
         billing.account.blocks += 1
         self.memory.rebill(slot, billing)
 
-    def check_integrity(self, accounts: Iterable[Account]) -> None:
+    def check_integrity(self, accounts: Accounts) -> None:
         """Raises InvariantError if tiers, accounts and eviction policies disagree."""
         self.memory.check_integrity()
         self.disk.check_integrity()
@@ -502,6 +510,8 @@ class BlockStore:
         taken = Counter(s.billing for tier in tiers for s in tier.slots() if s.state is not _FREE)
         if any(billing.slots != count for billing, count in taken.items()):
             raise InvariantError("a billing has other slots than its blocks take")
+        if not taken.keys() <= accounts.covered(Selection()):
+            raise InvariantError("a block's billing was forgotten: a flush would miss it")
         if not all(self.readable(key) for key in self.pinned):
             raise InvariantError("a block is pinned that is not held")
         if not all(self.memory.readable(key) for key in self.copies):

@@ -67,16 +67,21 @@ class Evictor:
             self._evict(self._choose(disk, short, now_s, account, wanted))
 
     def trim(self, account: Account, excess: int) -> None:
-        """Gives up `excess` blocks of one tenant, those that the disk has first, each in all tiers that have it."""
+        """Gives up `excess` blocks of one tenant: those that the disk alone has, then those in memory, with their copies
+        on the disk, in the order of memory's policy, which alone knows what was read since.
+        """
         blocks, target = self._blocks, account.blocks - excess
-        for tier, other in ((blocks.disk, blocks.memory), (blocks.memory, blocks.disk)):
+        for tier, may_go in (
+            (blocks.disk, self._may_go_from_disk_alone),
+            (blocks.memory, self._may_go_everywhere),
+        ):
             while account.blocks > target:
-                slots = tier.victims(account, account.blocks - target, self._may_go_everywhere)
+                slots = tier.victims(account, account.blocks - target, may_go)
                 if not slots:
                     break
                 for slot in slots:
-                    copy = other.named.get(slot.key)
-                    if copy is not None:
+                    copy = blocks.disk.named.get(slot.key)
+                    if copy is not None and copy is not slot:
                         blocks.give_up(copy)
                 self._evict(slots)
 
@@ -180,6 +185,9 @@ class Evictor:
     def _gate(self, tier: SlotAllocator) -> MayGo:
         named, may_go = tier.named, self._blocks.may_go
         return lambda key: may_go(named[key])
+
+    def _may_go_from_disk_alone(self, key: BlockKey) -> bool:
+        return key not in self._blocks.memory.named and self._may_go_everywhere(key)
 
     def _may_go_everywhere(self, key: BlockKey) -> bool:
         tiers = (self._blocks.memory, self._blocks.disk)

@@ -305,20 +305,24 @@ def test_a_block_whose_owner_is_learned_late_is_billed_to_him():
     node.empty()
 
 
-def test_what_was_on_the_disk_is_there_after_a_restart_under_older_epochs():
-    blocks = tuple(
+def on_disk(text, order=None):
+    """The blocks of `text` as they were found, from the first extent on unless another order is given."""
+    return tuple(
         DiskBlock(
             extent=extent,
             epoch=10 + extent,
-            key=key("abc", extent),
+            key=key(text, extent),
             owner=owner(),
             size_bytes=SLOT_BYTES,
             position=extent,
-            checksums=bytes_of(key("abc", extent)),
+            checksums=bytes_of(key(text, extent)),
         )
-        for extent in (2, 0, 1)
+        for extent in order or range(len(text))
     )
-    node = World(limits(8, 4), on_disk=blocks)
+
+
+def test_what_was_on_the_disk_is_there_after_a_restart_under_older_epochs():
+    node = World(limits(8, 4), on_disk=on_disk("abc", [2, 0, 1]))
     lease = node.lease("abc")
     node.answer_all()
     held = node.ledger.leased(lease.lease_id).blocks
@@ -328,28 +332,29 @@ def test_what_was_on_the_disk_is_there_after_a_restart_under_older_epochs():
 
 
 def test_what_a_quota_takes_away_leaves_the_rest_where_it_is():
-    """Read back from the disk, the blocks lie in both tiers."""
-    blocks = tuple(
-        DiskBlock(
-            extent=extent,
-            epoch=1 + extent,
-            key=key("abc", extent),
-            owner=owner(),
-            size_bytes=SLOT_BYTES,
-            position=extent,
-            checksums=bytes_of(key("abc", extent)),
-        )
-        for extent in range(3)
-    )
-    node = World(limits(8, 4), on_disk=blocks)
-    lease = node.lease("abc")
-    node.answer_all()
-    node.release(lease.lease_id)
+    """Read back from the disk, the blocks lie in both tiers; a text that was read to its end goes from there."""
+    node = World(limits(8, 4), on_disk=on_disk("abc"))
+    for text in ("abc", "abc"):
+        lease = node.lease(text)
+        node.answer_all()
+        node.release(lease.lease_id)
     node.ledger.allow("t", Allowance(max_bytes=2 * SLOT_BYTES))
     node.run()
     usage = node.ledger.usage()
     assert node.ledger.held(chain("abc")) == 2
     assert (usage.ssd_blocks, usage.slots_total - usage.slots_free) == (2, 2)
+    node.empty()
+
+
+def test_a_quota_takes_what_was_read_longest_ago_though_it_was_loaded_last():
+    node = World(limits(8, 4), on_disk=on_disk("abc"))
+    for text in ("a", "ab", "a"):  # the disk hears of loads alone
+        lease = node.lease(text)
+        node.answer_all()
+        node.release(lease.lease_id)
+    node.ledger.allow("t", Allowance(max_bytes=SLOT_BYTES))
+    node.run()
+    assert node.ledger.held(chain("abc")) == 1
     node.empty()
 
 
