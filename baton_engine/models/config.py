@@ -59,8 +59,8 @@ class ModelSpec:
         qkv_bias: Whether the projections of queries, keys and values have a bias.
         output_bias: Whether the attention's output projection has one.
         qk_norm: Whether queries and keys are normalised per head before rotation (Qwen3).
-        tied_embeddings: Whether the output head is the embedding matrix, unless the weights have a head that differs
-            from it, which transformers takes, too.
+        tied_embeddings: Whether the output head is the embedding matrix, unless the weights hold a head that differs
+            from it: then that serves, as in transformers.
         eos_token_ids: Tokens that end a generation, lowest index first as the files list them.
         dtype: Name of the dtype the weights are stored in.
         fingerprint: Equal exactly when two workers hold the same model.
@@ -288,7 +288,8 @@ def _rope(config: JsonFields) -> RopeSpec:
     # transformers 5 writes rope_parameters; older files have rope_theta beside an optional rope_scaling, which counts
     # where a file has both: whoever extends a context writes it, as guides of models say.
     rope = config.child("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
-    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    written = config.child("rope_parameters").number("rope_theta", 10000.0)
+    theta = rope.number("rope_theta", config.number("rope_theta", written))
     named = "rope_type" if "rope_type" in rope else "type"
     kind = rope.text(named, "default")
     for place in (rope, config):

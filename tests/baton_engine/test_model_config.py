@@ -87,6 +87,15 @@ def test_the_length_before_stretching_may_stand_beside_the_scaling(tmp_path):
     assert rope.original_max_position == 32
 
 
+def test_the_base_of_a_newer_file_counts_beside_a_scaling_that_was_added(directory):
+    """Such a file has it nowhere else."""
+    parameters = {"rope_type": "default", "rope_theta": 50000.0}
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    rewrite(directory, rope_parameters=parameters, rope_scaling=scaling)
+    rope = load_spec(directory).rope
+    assert (rope.scaling, rope.theta) == (RopeScaling.LINEAR, 50000.0)
+
+
 def test_generation_config_has_the_last_word_on_ends(directory):
     (directory / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     assert load_spec(directory).eos_token_ids == (7, 9)
