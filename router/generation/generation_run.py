@@ -182,9 +182,7 @@ class Choice:
         return self.finish is not None
 
     def push(self, sample: TokenSample) -> None:
-        """Takes the next token. One that was under way when a stop string matched is dropped."""
-        if self.finish is not None:
-            return
+        """Takes the next token of a choice that has not ended."""
         if self._silent:
             self.finish = FinishReason.LENGTH
             return

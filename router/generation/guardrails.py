@@ -36,7 +36,8 @@ async def checked_messages(
     passed = await _checked([*besides, *texts], guards, account, param)
     if passed[: len(besides)] != [text.text for text in besides]:
         raise ContentRefusedError(
-            "A tool, call, reasoning or argument of the template in the conversation is not allowed.",
+            "What the conversation has besides the texts of its messages (tools, calls, reasoning, names,"
+            " arguments of the template) is not allowed.",
             param=param,
         )
     contents = passed[len(besides) :]
@@ -50,7 +51,7 @@ def _besides(conversation: Conversation) -> Iterator[GuardedText]:
         if value:
             yield GuardedText(role=role, text=_written(value))
     for message in conversation.messages:
-        for name in ("name", "tool_calls", "reasoning_content"):
+        for name in ("name", "tool_call_id", "tool_calls", "reasoning_content"):
             if text := _written(message.get(name)):
                 yield GuardedText(role=message["role"], text=text)
 

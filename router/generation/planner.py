@@ -344,17 +344,17 @@ def _prompt_tokens(request: Request) -> int:
 
 def _truncated(tokens: Sequence[int], body: SamplingBody, model: ServedModel) -> Sequence[int]:
     """The last `truncate_prompt_tokens`, or the first where the prompt is to lose its end; -1 keeps what the model's
-    length leaves beside the output that is asked for. A limit of the output that is cut to what the prompt leaves, and is
-    beyond that length, asks for one token.
+    length leaves beside the output that is asked for. A limit that is cut to what the prompt leaves asks for half of
+    that length at most.
     """
     keep = body.truncate_prompt_tokens
     if keep is None:
         return tokens
     if keep < 0:
         length, asked = model.max_model_len, body.asked_tokens
-        if asked is None and (body.default_tokens or 0) < length:
-            asked = body.default_tokens
-        keep = max(1, length - max(1, asked or 1))
+        if asked is None:
+            asked = min(body.default_tokens or 1, length // 2)
+        keep = max(1, length - max(1, asked))
     return tokens[:keep] if body.truncation_side == "right" else tokens[-keep:]
 
 

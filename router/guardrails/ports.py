@@ -11,9 +11,11 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardedText:
-    """One text of a request: a message, or a prompt (whose role is `prompt`). Of what a conversation has besides, JSON:
-    calls and reasoning of its messages, its tools (`tools`) and the template's arguments (`template`);
-    these can pass or be refused, not be replaced.
+    """One text of a request: a message, or a prompt (whose role is `prompt`).
+
+    What a conversation has besides can pass or be refused, not be replaced: names and reasoning of its messages as they
+    are, their calls as JSON (all with the message's role); its tools (`tools`) and the template's arguments
+    (`template`) as JSON.
     """
 
     role: str
