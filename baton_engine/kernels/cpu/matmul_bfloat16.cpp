@@ -9,12 +9,12 @@ namespace {
 
 constexpr int64_t DEPTH = 6144 / PANEL;  // inputs of a widened panel: with a tile of rows about the nearest cache
 
-// Rows for which a compressed panel is decoded in registers, beside their sums; for more it is decoded before. With
-// short vectors a tile is no higher.
+// Rows for which a compressed panel is decoded in registers, beside their sums; for more it is decoded first, to a
+// plain copy or as it is widened. With short vectors a tile is no higher.
 constexpr int64_t MOST_DECODED = LANES == 16 ? 4 : TILE;
 
-// Whether weights are widened in registers for any number of rows: short vectors have low tiles, and what is written and
-// read once more for them costs more than widening again does.
+// Whether weights are widened in registers for any number of rows: short vectors have low tiles, and what is written
+// and read once more for them costs more than widening again does.
 constexpr bool IN_REGISTERS = LANES == 8;
 constexpr int64_t BLOCK_TILES = BLOCK / TILE;
 constexpr int64_t LOW = 8 / ACROSS;  // rows below which a tile is low
@@ -55,7 +55,7 @@ struct OwnLines {
     }
 };
 
-// sums [R][P * PANEL] of P panels; with short vectors, what is `coming` is sent for.
+// sums [R][P * PANEL] of P panels. With short vectors `coming` prefetches what is read next.
 template <int R, int P, typename Panel, typename Coming>
 __attribute__((noinline)) void stream(const float* a, const Panel* first, int64_t pairs, Coming coming, float* sums) {
     // Sums, weights and what they are widened to do not fit: for odd inputs, weights are loaded again.

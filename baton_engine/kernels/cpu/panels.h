@@ -144,7 +144,7 @@ class CompressedPanel {
     }
 };
 
-// What follows a panel that stays while tiles pass over it, each of which prefetches its share: `step` / 65536 lines per
+// What follows a panel that stays while tiles pass over it. Each tile prefetches its share, `step` / 65536 lines per
 // pair.
 struct Following {
     const char* lines = nullptr;
