@@ -139,10 +139,10 @@ class ClusterCredentials:
     def _modified_ns(self) -> tuple[int, ...]:
         assert self._files is not None
         files = (self._files.certificate, self._files.key, self._files.authority)
-        return tuple(map(_modified_ns, files))
+        return tuple(map(_mtime_ns, files))
 
 
-def _modified_ns(file: Path) -> int:
+def _mtime_ns(file: Path) -> int:
     """When it was changed last; 0 where it cannot be looked at, as while it is replaced or its folder is closed."""
     try:
         return file.stat().st_mtime_ns

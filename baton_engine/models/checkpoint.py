@@ -17,7 +17,7 @@ from baton_engine.models.json_fields import read_json_fields
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-NOT_QUANTISED = "quantised weights are not supported"
+QUANTISED_REFUSED = "quantised weights are not supported"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +54,15 @@ class Checkpoint:
         """
         tensor = self.tensors.get(name)
         if tensor is None:
-            packed = [other for other in self.tensors if _is_packed(other, name)]
+            packed = next((other for other in self.tensors if _is_packed(other, name)), None)
             raise ModelLoadError(
                 f"{self.path}: tensor {name} is missing from the weights"
-                + (f", which have {packed[0]}; {NOT_QUANTISED}" if packed else "")
+                + (f", which have {packed}; {QUANTISED_REFUSED}" if packed else "")
             )
         if tensor.dtype == "U8":  # several numbers to a byte
-            raise ModelLoadError(f"{tensor.file}: tensor {name} is stored as U8; {NOT_QUANTISED}")
+            raise ModelLoadError(
+                f"{tensor.file}: tensor {name} is stored as U8; {QUANTISED_REFUSED}"
+            )
         if tensor.shape != shape:
             raise ModelLoadError(
                 f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, "

@@ -76,7 +76,9 @@ def load_eagle3_spec(path: Path, target: ModelSpec) -> Eagle3Spec:
 
 
 def _target_layers(config: JsonFields, num_layers: int) -> tuple[int, ...]:
-    """Of the model, before which its hidden states are read; named where vLLM looks for them, or vLLM's."""
+    """Before which layers of the model its hidden states are read: those that config.json names, where vLLM looks, or
+    vLLM's own choice.
+    """
     eagle = config.child("eagle_config")
     name = "eagle_aux_hidden_state_layer_ids"
     if not eagle.flag("use_aux_hidden_state", default=True):
@@ -90,7 +92,7 @@ def _target_layers(config: JsonFields, num_layers: int) -> tuple[int, ...]:
 
 
 def _refuse_other_norms(config: JsonFields) -> None:
-    """Of heads that normalise what they read, or what the next pass reads, which is not computed here."""
+    """Refuses heads with norms that are not computed here: before `fc`, of its parts, of what the next pass reads."""
     eagle = config.child("eagle_config")
     for place, name in (
         *((config, name) for name in ("norm_before_fc", "fc_norm", "norm_output")),

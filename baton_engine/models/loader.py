@@ -17,7 +17,7 @@ from baton_engine.kernels.cpu.product_choice import AUTO, IN_PANELS, Bfloat16Pro
 from baton_engine.kernels.ports import HeadNorms, KernelSet
 from baton_engine.kernels.select import select_kernels
 from baton_engine.models.checkpoint import (
-    NOT_QUANTISED,
+    QUANTISED_REFUSED,
     Checkpoint,
     OpenFile,
     open_safetensors,
@@ -268,7 +268,11 @@ class _Weights:
         return name in self._checkpoint.tensors
 
     def differs(self, name: str, other: torch.Tensor) -> bool:
-        """Whether there is a tensor of that name, of the shape of `other`, with other values."""
+        """Whether there is a tensor of that name with other values than `other`.
+
+        Raises:
+            ModelLoadError: It has another shape.
+        """
         return self.has(name) and not torch.equal(self._read(name, other.shape).to(other), other)
 
     def indices(self, name: str, size: int) -> torch.Tensor:
@@ -329,7 +333,7 @@ class _Weights:
         stored = self._checkpoint.require(name, shape)
         if stored.dtype not in ("F32", "F16", "BF16", "F64"):
             raise ModelLoadError(
-                f"{stored.file}: tensor {name} is stored as {stored.dtype}; {NOT_QUANTISED}"
+                f"{stored.file}: tensor {name} is stored as {stored.dtype}; {QUANTISED_REFUSED}"
             )
         self._used.add(name)
         return self._file(stored.file).get_tensor(name)

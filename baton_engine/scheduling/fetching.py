@@ -83,8 +83,8 @@ class FetchRule:
 
 
 class Fetching:
-    """Asks the source, and decides by the rule. A source knows of a request only until all of its sequences have been
-    admitted, and have what they fetch, or it is gone.
+    """Asks the source, and decides by the rule. A source knows a request until all its sequences are admitted and
+    have what they fetch, or it is gone.
 
     Args:
         source: The pool, as far as this machine can read it.
@@ -121,7 +121,7 @@ class Fetching:
             self._source.prefetch(sequence.seq_id, keys)
 
     def settle(self, request: Request) -> None:
-        """Lets the source forget a request of which nothing waits to be admitted, or to be fetched, or that is gone."""
+        """Lets the source forget a request that is gone, or none of whose sequences waits to be admitted or fetches."""
         if not any(s.state is State.WAITING or s.fetch is not None for s in request.sequences):
             self._source.request_finished(request.seq_id)
 

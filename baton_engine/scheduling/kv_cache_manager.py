@@ -114,7 +114,7 @@ class KvCacheManager:
             self.fetching.preempted(sequence, self._usable_keys(sequence))
 
     def settle(self, request: Request) -> None:
-        """Lets the pool forget a request of which nothing waits to be admitted, or to be fetched, or that is gone."""
+        """Lets the pool forget a request that is gone, or none of whose sequences waits to be admitted or fetches."""
         if self.fetching is not None:
             self.fetching.settle(request)
 

@@ -100,8 +100,8 @@ class StepPlanner:
         return DraftPlan(rows=tuple(rows)) if rows else None
 
     def _drop_passed_by(self, running: SequenceOf[Sequence]) -> None:
-        """What was proposed for the last step, which did without where a preemption had a prompt computed in a bounded
-        time, would stand in wrong places now: the texts are longer.
+        """Forgets drafts that the last step was to compute and did not: a preemption after they were drawn had brought
+        a prompt with a bounded time. The texts are longer now, so the drafts would stand in wrong places.
         """
         for sequence in running:
             if sequence.drafts is not None and sequence.drafts.taken():

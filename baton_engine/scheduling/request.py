@@ -240,7 +240,9 @@ class Sequence:
         return self.constraint is not None and self.constraint.finding()
 
     def sits_out(self) -> bool:
-        """Whether no step has it until its mask is known. The engine is told of that, whoever began to find it."""
+        """Whether the next step goes without it, since its mask is not known. Asks for the engine to be told once it is:
+        a drafter may have begun the search without.
+        """
         if self.constraint is None or not self.constraint.finding():
             return False
         self.constraint.begin(late=True)

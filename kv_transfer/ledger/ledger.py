@@ -327,7 +327,7 @@ class TransferLedger:
             # The permit is the router's word too; the other copy is still on its way.
             actions = transfer.take_over(permit, now_s)
         if transfer.permit != permit:
-            # If what is being verified is wrong, that is told to the leg.
+            # Should verification fail, D's leg is told of it.
             committed = transfer.state is _S.VERIFYING
             error = HandedOffError(_COMMITTED) if committed else None
             return self._refuse(event, permit.xfer_id, permit.attempt, now_s, error)

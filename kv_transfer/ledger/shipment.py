@@ -200,7 +200,7 @@ class Shipment:
         return not bool((self._row(write) == self._number(write)).any())
 
     def _overlaps_earlier(self, write: PageWrite) -> bool:
-        """Whether a push of the same pages is still on its way, or waits before it: the last export has to land last."""
+        """Whether a push of the same pages is on its way, or waits before it: the last export has to land last."""
         return any(
             push.layer_index == write.layer_index
             and push.first_block < write.end_block

@@ -52,7 +52,9 @@ thread. The peer is refused when it raises OSError or TransferError.
 PROOF_TIMEOUT_S = 2.0
 """From accepting a connection until its peer has to have proven itself."""
 _TOKEN_LIFE_S = 60.0
-"""Peers attach within seconds, or not at all: an older token that none has shown is worth nothing any more."""
+"""Peers attach within seconds or not at all; a token that none has shown for so long is forgotten when the next is
+issued.
+"""
 _MAX_UNPROVEN = 64
 _MAX_UNPROVEN_PER_HOST = 16
 _RECEIVE_BUFFER_BYTES = 4096

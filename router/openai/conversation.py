@@ -35,7 +35,7 @@ Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS_LENGTH)]
 CalledName = Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
-"""What an earlier answer called: any name that one may have, also of a tool that there is not."""
+"""The name in an earlier call: whatever a model may write, also of no tool that there is."""
 
 
 class EarlierFunction(BodyObject):

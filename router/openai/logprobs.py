@@ -176,9 +176,8 @@ def _spelt(
     """The steps with the special tokens that `text` writes out; those that were added to it stand nowhere in it."""
     place = 0
     for token, step in zip(tokens, steps, strict=True):
-        if token in tokenizer.special_ids and text.startswith(
-            name := tokenizer.token_text(token), place
-        ):
+        name = tokenizer.token_text(token) if token in tokenizer.special_ids else ""
+        if name and text.startswith(name, place):
             step = name
         place += len(step)
         yield step

@@ -52,9 +52,8 @@ OK, REFUSED, EXHAUSTED = b"\0", b"\1", b"\2"
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands behind a message that the model is to continue, while it is rendered: what follows it is cut off."""
 
-
 _MISTRAL_CALLS = "[TOOL_CALLS]"
-"""What a template writes before calls that refuses ids of any other length than nine letters and digits."""
+"""Stands in Mistral's templates, which refuse ids of calls that are not nine letters and digits."""
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 _COMMON_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -107,21 +106,14 @@ class ChatTemplate:
             ValueError: The last message is to be continued and does not show, or the template leaves a role out.
             Exception: Whatever else a template may run into.
         """
-        if self._template is None:
-            tree = parsed(self._source)
-            self._takes_parts = self._content_format == "openai" or (
-                self._content_format == "auto" and _reads_parts_only(tree)
-            )
-            self._joins_arguments = _joins_arguments(tree)
-            self._asks_for_none = _asks_for_none(tree)
-            self._template = _environment().from_string(self._source)
+        template = self._template or self._compile()
         if "tool_calls" not in self._source and any(m.get("tool_calls") for m in messages):
             raise ValueError("it does not know calls of tools")
         given = [self._with_calls(message) for message in self._known_roles(messages)]
         if continue_last:
             given[-1]["content"] += _CONTINUE
         pieces, size = [], 0
-        for piece in self._template.generate(
+        for piece in template.generate(
             self._special_tokens | dict(arguments or {}),
             messages=[_in_parts(m) for m in given] if self._takes_parts else given,
             tools=tools,
@@ -135,6 +127,17 @@ class ChatTemplate:
         text = "".join(pieces)
         _check_shown(messages, text)
         return _cut_off(text, messages[-1]["content"]) if continue_last else text
+
+    def _compile(self) -> jinja2.Template:
+        """The template, of which it is known from now on how it reads messages."""
+        tree = parsed(self._source)
+        self._takes_parts = self._content_format == "openai" or (
+            self._content_format == "auto" and _reads_parts_only(tree)
+        )
+        self._joins_arguments = _joins_arguments(tree)
+        self._asks_for_none = _asks_for_none(tree)
+        self._template = _environment().from_string(self._source)
+        return self._template
 
     def _known_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """`developer` is the newer name of `system`, which most templates know only."""
@@ -219,8 +222,8 @@ def _is_member(node: Node, name: str) -> bool:
 
 
 def _joins_arguments(template: Template) -> bool:
-    """Whether a template joins a call's arguments to text, as DeepSeek's do, and does not ask first whether they are one:
-    then they have to be text.
+    """Whether a template adds a call's arguments to a text without asking what they are, as DeepSeek's do: they must be
+    a text then.
     """
     asked = (t.node for t in template.find_all(Test) if t.name in ("string", "mapping"))
     if any(_is_member(node, "arguments") for node in asked):
@@ -231,8 +234,8 @@ def _joins_arguments(template: Template) -> bool:
 
 
 def _asks_for_none(template: Template) -> bool:
-    """Whether a template asks if a message's content is none: DeepSeek's write the calls of such messages only, or leave
-    out an empty answer behind them.
+    """Whether a template asks if a message's content is none: DeepSeek's write the calls of such messages only, or
+    leave out an empty answer behind them.
     """
     asked = (test.node for test in template.find_all(Test) if test.name == "none")
     return any(_is_member(node, "content") for node in asked)

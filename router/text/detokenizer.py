@@ -59,9 +59,7 @@ class Detokenizer:
         return self._give_out(len(self._pending), new_text)
 
     def finish(self) -> str:
-        """The rest; a character that never became whole is one U+FFFD. More tokens may follow, behind one that is told
-        apart.
-        """
+        """The rest; a character that never became whole is one U+FFFD. Called at a mark too, so tokens may follow."""
         if not self._pending:
             return ""  # what was given out stays the context
         return self._give_out(len(self._pending), self._new_text(self._pending))
