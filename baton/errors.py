@@ -367,6 +367,11 @@ def disposition(error: BatonError) -> Disposition:
     return DISPOSITIONS[type(error)]
 
 
+def first_line(error: BaseException) -> str:
+    """What it says, without the lines that follow; the name of its type where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def from_code(code: str, message: str, param: str | None = None) -> BatonError:
     """Rebuilds an error that crossed a process boundary; an unknown code becomes the base class."""
     return _BY_CODE.get(code, BatonError)(message, param=param or None)

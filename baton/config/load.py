@@ -20,7 +20,7 @@ from baton.config.setting import SECRETS, SECTIONS, TYPES, Setting, section_fiel
 from baton.config.sizes import parse_size
 from baton.config.speculative import read_speculative
 from baton.config.yaml_text import read_yaml
-from baton.errors import ConfigError
+from baton.errors import ConfigError, first_line
 
 
 def load(
@@ -119,7 +119,7 @@ def _parse(file: Path) -> object:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{file}{line}: {error.problem}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{file}: {first_line(error)}") from error
 
 
 def _section(

@@ -22,7 +22,7 @@ import msgspec
 from baton.config import env
 from baton.config.ports import port_of
 from baton.config.schema import BatonConfig, RayConfig
-from baton.errors import ConfigError, UnavailableError
+from baton.errors import ConfigError, UnavailableError, first_line
 from baton.ids import Incarnation, Role
 from baton.telemetry.logs import get_logger
 from baton_cluster.launch.assignment import Assignment, encode
@@ -177,7 +177,7 @@ class RayPlaces:
             for group in (*self._groups.values(), *self._added.values()):
                 self._ray.util.remove_placement_group(group)
         except self._ray.exceptions.RayError as error:
-            _log.warning("places are not given back", reason=str(error).splitlines()[0])
+            _log.warning("places are not given back", reason=first_line(error))
 
     async def start(self, plan: ChildPlan, assignment: Assignment) -> "RayChild":
         """A new actor in the worker's bundle. What goes wrong from here on is an event of the child."""
@@ -206,9 +206,7 @@ class RayPlaces:
         try:
             self._ray.util.remove_placement_group(group)
         except self._ray.exceptions.RayError as error:
-            _log.warning(
-                "a place is not given back", worker=name, reason=str(error).splitlines()[0]
-            )
+            _log.warning("a place is not given back", worker=name, reason=first_line(error))
 
     def _group_of(self, name: str, is_wanted: Callable[[], bool]) -> Any:
         """The placement group of a worker that was added; blocks until it has a place.
@@ -324,7 +322,7 @@ class RayChild:
             returncode = said
         except self._ray.exceptions.RayError as error:
             # What the actor raised stands at the end of a story of many lines.
-            reason = str(getattr(error, "cause", None) or error).splitlines()[0]
+            reason = first_line(getattr(error, "cause", None) or error)
             if _OTHER_HEAD in reason:
                 lost = UnavailableError(_STATE_LOST)
                 yield ChildFatal(name=name, incarnation=incarnation, error=lost)

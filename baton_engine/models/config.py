@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from baton.errors import ModelLoadError
+from baton.errors import ModelLoadError, first_line
 from baton.ids import LayerName
 from baton.layout import DTYPE_BYTES, KvLayout
 from baton_engine.kernels.cpu.product_choice import COMPUTED_IN, Bfloat16Product
@@ -120,9 +120,8 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
             )
         )
     except Exception as error:  # its own, its HTTP client's or its downloader's
-        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelLoadError(
-            f"model {model!r} is no local directory, and the Hugging Face hub does not give it: {first_line}"
+            f"model {model!r} is no local directory, and the Hugging Face hub does not give it: {first_line(error)}"
         ) from error
 
 

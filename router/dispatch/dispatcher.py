@@ -6,7 +6,7 @@ tried after a failure is decided in `router.dispatch.retry`. One file:
 whatever happens to a worker ends in what happens to its legs.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from baton.errors import (
@@ -15,17 +15,10 @@ from baton.errors import (
     DeadlineError,
     DrainingError,
     EngineError,
-    HandedOffError,
     IncompatibleError,
-    InvalidRequestError,
     InvariantError,
-    NoRoomError,
-    OverloadedError,
-    StaleIncarnationError,
-    TransferError,
     UnreachableError,
     WorkerLostError,
-    WrongRoleError,
 )
 from baton.generation import FinishReason, TokenSample, plain_token
 from baton.ids import LegId, LegKind, RequestId, WorkerId, WorkerIdentity
@@ -63,6 +56,13 @@ from router.dispatch.events import (
     WorkerJoined,
     WorkerLost,
 )
+from router.dispatch.faults import (
+    NO_WORKERS_FAULT,
+    PREFILL_WORKERS_OWN_FAULT,
+    given_up_by_prefill,
+    has_pages,
+    suspects,
+)
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryController, RetryCounters, RetryPolicy
 from router.ports import GenerationRequest
@@ -88,30 +88,6 @@ _KINDS_OF: dict[type[LegEvent], frozenset[LegKind]] = {
     LegWriterLost: frozenset({LegKind.RECEIVE}),
 }
 """Of which kinds of legs a worker may say what."""
-
-_EITHER_WORKERS_FAULT = (
-    TransferError,
-    CancelledByPeerError,
-    StaleIncarnationError,
-    WorkerLostError,
-)
-"""Errors of one leg whose cause may lie with the other leg's worker."""
-
-_PREFILL_WORKERS_OWN_FAULT = (EngineError, DrainingError, WrongRoleError)
-"""Errors of P's leg that leave D's pages as good as they were."""
-
-NO_WORKERS_FAULT = (
-    CancelledByPeerError,
-    DeadlineError,
-    DrainingError,
-    HandedOffError,
-    InvalidRequestError,
-    NoRoomError,
-    OverloadedError,
-    UnreachableError,
-    WrongRoleError,
-)
-"""Errors of a leg that say nothing about the health of its worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -557,7 +533,7 @@ class Dispatcher:
         attempt = leg.attempt
         current = attempt.permit is not None and attempt.permit.attempt == event.attempt
         handed_off = attempt.decoded or attempt.early or attempt.state not in _HANDOFF_OPEN
-        if not current or handed_off or _given_up_by_prefill(leg, event.error):
+        if not current or handed_off or given_up_by_prefill(leg, event.error):
             return []
         actions: list[Action] = []
         blamed: frozenset[WorkerIdentity] = frozenset()
@@ -611,10 +587,10 @@ class Dispatcher:
         if leg.kind is LegKind.PREFILL and isinstance(error, UnreachableError | IncompatibleError):
             return self._on_pair_failed(leg, error, now_s)
         # That of a P which took over may be about the P before it.
-        if _given_up_by_prefill(leg, error) and not attempt.took_over:
+        if given_up_by_prefill(leg, error) and not attempt.took_over:
             self._legs.abandon(leg, now_s)
             return []
-        suspected = _suspects(leg, error)
+        suspected = suspects(leg, error)
         blamed = frozenset(worker.identity for worker in suspected)
         if isinstance(error, NO_WORKERS_FAULT):
             leg.worker.breaker.abandoned(now_s)
@@ -624,7 +600,7 @@ class Dispatcher:
         if isinstance(error, DrainingError):
             leg.worker.draining = True
         self._legs.close(leg)
-        reservation_intact = isinstance(error, _PREFILL_WORKERS_OWN_FAULT)
+        reservation_intact = isinstance(error, PREFILL_WORKERS_OWN_FAULT)
         return self._recover_attempt(
             attempt, error, blamed, now_s, reservation_intact=reservation_intact
         )
@@ -679,7 +655,7 @@ class Dispatcher:
         if attempt.decode is not None and attempt.decoded:
             # D decodes, so it has the KV: P was done except for its report.
             return self._continue_on_decode_only(attempt, now_s)
-        if attempt.decode is not None and _has_pages(attempt, error):
+        if attempt.decode is not None and has_pages(attempt, error):
             return self._resume_on_decode(attempt, now_s)
         decode_waits = attempt.decode is not None and not attempt.early
         if decode_waits and attempt.state in _HANDOFF_OPEN and reservation_intact:
@@ -703,33 +679,6 @@ def _only_advances(leg: Leg, sample: int) -> bool:
 def _single(leg: Leg, sample: int, token: int) -> DecodeTokens:
     drawn = (plain_token(sample, token),)
     return DecodeTokens(worker=leg.sent.worker, leg_id=leg.sent.leg_id, tokens=drawn)
-
-
-def _given_up_by_prefill(leg: Leg, error: BatonError) -> bool:
-    """Whether D says that P gave the hand-off up, and P has not said why yet: its prompt is complete with its first
-    tokens, lies in the pool, or failed. What P says may be overtaken by D; if it is lost, so is P's stream.
-    """
-    attempt = leg.attempt
-    waits = attempt.prefill is not None and not attempt.decoded
-    return leg.kind is LegKind.RECEIVE and isinstance(error, CancelledByPeerError) and waits
-
-
-def _has_pages(attempt: Attempt, error: BatonError) -> bool:
-    """Whether D has what an earlier P committed, though another was to take over: D has sent tokens, or that P was told
-    so. The client has the first tokens, from which D goes on.
-    """
-    told = bool(attempt.early) or isinstance(error, HandedOffError)
-    return told and attempt.first_tokens is not None
-
-
-def _suspects(leg: Leg, error: BatonError) -> list[WorkerView]:
-    """Workers that may be at fault for what ended `leg`, its own first."""
-    if isinstance(error, HandedOffError):
-        return []
-    if isinstance(error, NoRoomError) and leg.attempt.decode is not None:
-        return [leg.attempt.decode.worker]  # also where P was told so before this router
-    others: Sequence[Leg] = leg.attempt.legs if isinstance(error, _EITHER_WORKERS_FAULT) else ()
-    return [leg.worker, *(other.worker for other in others if other is not leg)]
 
 
 def _emit(attempt: Attempt, tokens: tuple[TokenSample, ...], now_s: float) -> list[Action]:

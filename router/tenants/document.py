@@ -29,7 +29,7 @@ import yaml
 
 from baton.config.sizes import parse_size
 from baton.config.yaml_text import read_yaml
-from baton.errors import ConfigError
+from baton.errors import ConfigError, first_line
 from router.tenants.keys import is_hash
 from router.tenants.tenant import DEFAULT_SLO_CLASS, Tenant, TenantId, TenantLimits
 
@@ -152,7 +152,7 @@ def _size(given: int | str | None) -> int | None:
 def _yaml_problem(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
-    return str(error).splitlines()[0]
+    return first_line(error)
 
 
 def _readable(error: msgspec.ValidationError) -> str:

@@ -4,7 +4,7 @@ import importlib
 import os
 from pathlib import Path
 
-from baton.errors import ModelLoadError
+from baton.errors import ModelLoadError, first_line
 
 _SNAPSHOTS = "snapshots"
 _PATTERNS = ["*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt"]
@@ -33,9 +33,8 @@ def _from_hub(model: str, revision: str | None) -> Path:
     try:
         return Path(hub.snapshot_download(model, revision=revision, allow_patterns=_PATTERNS))
     except Exception as error:  # its own, its HTTP client's or its downloader's
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelLoadError(
-            f"model {model!r} is no directory here nor on the hub: {reason}"
+            f"model {model!r} is no directory here nor on the hub: {first_line(error)}"
         ) from error
 
 

@@ -6,7 +6,7 @@ import functools
 import re
 
 from baton.errors import BatonError
-from router.dispatch.dispatcher import NO_WORKERS_FAULT
+from router.dispatch.faults import NO_WORKERS_FAULT
 from tests.deploy.manifests import KUSTOMIZE, ROOT, Object, rendered
 
 _METRIC = re.compile(r"\b(?:baton_|vllm:)[a-z_]+")

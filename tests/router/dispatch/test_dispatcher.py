@@ -469,14 +469,29 @@ def test_first_tokens_that_come_again_are_told_once(core):
     assert tokens_in(core(first_tokens(again, drawn(0, 0, 4)))) == []
 
 
-def test_a_d_that_had_the_pages_when_their_p_was_lost_goes_on_though_another_was_to_take_over(core):
-    """The other P asks for pages that are committed already, and is refused."""
+def taken_over(core: Core) -> tuple[SendLeg, SendLeg]:
+    """P was lost after its first tokens: the leg of the P that takes over, and that of D, which has the pages."""
     core.join("p0", "p1", "d0")
     p, d = start_pair(core)
     core(first_tokens(p, drawn(0, 0, 4)))
-    again = sent(die(core, p), LegKind.PREFILL)
+    return sent(die(core, p), LegKind.PREFILL), d
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda core, again: core(failed(again, TransferError("this transfer is over already"))),
+        lambda core, again: core(failed(again, EngineError("a step failed"))),
+        lambda core, again: die(core, again),
+    ],
+    ids=["refused", "failed", "lost"],
+)
+def test_a_d_that_had_the_pages_when_their_p_was_lost_goes_on_though_another_was_to_take_over(
+    core, end
+):
+    again, d = taken_over(core)
     assert core(decoded(d, drawn(0, 1, 4))) == []
-    actions = core(failed(again, TransferError("this transfer is over already")))
+    actions = end(core, again)
     assert tokens_in(actions) == [drawn(0, 1, 4)]
     assert cancelled(actions) == set()
     assert tokens_in(core(decoded(d, drawn(0, 2, 4)))) == [drawn(0, 2, 4)]
@@ -484,22 +499,9 @@ def test_a_d_that_had_the_pages_when_their_p_was_lost_goes_on_though_another_was
     core.assert_empty()
 
 
-def test_a_d_that_had_the_pages_goes_on_where_who_was_to_take_over_is_lost_too(core):
-    core.join("p0", "p1", "d0")
-    p, d = start_pair(core)
-    core(first_tokens(p, drawn(0, 0, 4)))
-    again = sent(die(core, p), LegKind.PREFILL)
-    assert core(decoded(d, drawn(0, 1, 4))) == []
-    assert tokens_in(die(core, again)) == [drawn(0, 1, 4)]
-    assert tokens_in(core(decoded(d, drawn(0, 2, 4)))) == [drawn(0, 2, 4)]
-
-
 @pytest.mark.parametrize("drawn_again", [False, True])
 def test_a_d_that_says_that_it_has_the_pages_is_waited_for(core, drawn_again):
-    core.join("p0", "p1", "d0")
-    p, d = start_pair(core)
-    core(first_tokens(p, drawn(0, 0, 4)))
-    again = sent(die(core, p), LegKind.PREFILL)
+    again, d = taken_over(core)
     if drawn_again:
         core(first_tokens(again, drawn(0, 0, 4)))
     assert core(failed(again, HandedOffError("the pages are committed already"))) == []
@@ -507,14 +509,21 @@ def test_a_d_that_says_that_it_has_the_pages_is_waited_for(core, drawn_again):
 
 
 def test_a_d_that_had_pages_which_were_wrong_is_not_waited_for(core):
-    core.join("p0", "p1", "d0")
-    p, d = start_pair(core)
-    core(first_tokens(p, drawn(0, 0, 4)))
-    again = sent(die(core, p), LegKind.PREFILL)
+    again, d = taken_over(core)
     core(failed(again, HandedOffError("the pages are committed already")))
     elsewhere = sent(core(failed(d, TransferError("corrupt"))), LegKind.GENERATE)
     assert elsewhere.worker == again.worker
     assert elsewhere.prompt.output_tokens == (0,)
+
+
+def test_where_first_tokens_are_lost_with_their_p_both_workers_are_tried_again_at_once(core):
+    """D has the pages, but nobody knows from which token it goes on."""
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    again = sent(die(core, p), LegKind.PREFILL)
+    actions = core(failed(again, HandedOffError("the pages are committed already")))
+    assert sent(actions, LegKind.PREFILL).worker == again.worker
+    assert sent(actions, LegKind.RECEIVE).worker == d.worker
 
 
 def test_another_first_token_than_the_client_has_is_never_decoded_from(core):
