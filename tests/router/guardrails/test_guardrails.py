@@ -119,7 +119,7 @@ async def test_what_is_asked_can_be_refused_before_any_work():
 
 
 @pytest.mark.parametrize("word", ["forbidden", "secret"])
-@pytest.mark.parametrize("field", ["tools", "arguments", "effort", "name"])
+@pytest.mark.parametrize("field", ["tools", "arguments", "effort", "name", "call_id"])
 async def test_what_the_template_is_given_besides_messages_is_checked_too(field: str, word: str):
     tool = {"type": "function", "function": {"name": "now", "description": f"of {word} things"}}
     named = {"role": "user", "content": "hi", "name": f"of {word} things"}
@@ -128,6 +128,7 @@ async def test_what_the_template_is_given_besides_messages_is_checked_too(field:
         "arguments": {"chat_template_kwargs": {"style": [f"of {word} things"]}},
         "effort": {"reasoning_effort": word},
         "name": {"messages": [named]},
+        "call_id": {"messages": [named | {"name": "n", "tool_call_id": f"of {word} things"}]},
     }
     guard = Censor()
     async with serve(parts=with_guard(guard), tool_call_parser="hermes") as served:
