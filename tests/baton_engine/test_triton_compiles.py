@@ -321,12 +321,18 @@ def batches_of_one() -> list[Build]:
 
 @pytest.mark.timeout(600)
 def test_every_kernel_compiles_for_gpus_that_are_not_here_and_spills_nothing(tmp_path):
-    asked = [(served(80), 80), (served(90), 90), (batches_of_one(), 90)]
+    asked = [(served(80), 80), (served(90), 90)]
     folders = [tmp_path / str(number) for number in range(len(asked))]
     for folder in folders:
         folder.mkdir()
     with ThreadPoolExecutor() as pool:  # each waits for a process of its own
         list(pool.map(assert_built, *zip(*asked, strict=True), folders))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_a_batch_of_one_makes_a_constant_of_compiles_too(tmp_path):
+    assert_built(batches_of_one(), 90, tmp_path)
 
 
 @pytest.mark.slow

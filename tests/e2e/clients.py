@@ -1,5 +1,6 @@
 """Clients of a served cluster that ask again and again."""
 
+import itertools
 import threading
 
 from tests.e2e.served import Served, eventually
@@ -8,11 +9,20 @@ _BODY = {"model": "baton-demo", "prompt": list(range(5, 205)), "temperature": 0,
 
 
 class Clients:
-    """Threads that ask again and again until they are stopped; every answer is kept. `fields` are the request's own."""
+    """Threads that ask again and again until they are stopped; every answer is kept.
 
-    def __init__(self, cluster: Served, number: int, **fields: object) -> None:
+    Args:
+        number: Of threads.
+        answers_each: After so many a thread ends by itself; None for never.
+        fields: The request's own.
+    """
+
+    def __init__(
+        self, cluster: Served, number: int, answers_each: int | None = None, **fields: object
+    ) -> None:
         self.answers: list[tuple[int, str]] = []
         self._cluster = cluster
+        self._answers_each = answers_each
         self._body = _BODY | fields
         self._enough = threading.Event()
         self._threads = [threading.Thread(target=self._ask) for _ in range(number)]
@@ -21,7 +31,9 @@ class Clients:
 
     def _ask(self) -> None:
         with self._cluster.client() as http:
-            while not self._enough.is_set():
+            for _ in itertools.islice(itertools.count(), self._answers_each):
+                if self._enough.is_set():
+                    return
                 reply = http.post("/v1/completions", json=self._body)
                 self.answers.append((reply.status_code, reply.text))
 

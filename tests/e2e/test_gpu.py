@@ -13,7 +13,7 @@ from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
 from tests.e2e.served import serve
 from tests.e2e.test_pool_faults import ask_all, pooled
-from tests.e2e.test_speculation import drafts_that_changed_nothing
+from tests.e2e.test_speculation import answered_plainly, drafts_that_changed_nothing
 
 pytestmark = pytest.mark.alone
 
@@ -91,9 +91,18 @@ def test_a_deterministic_engine_on_a_gpu_gives_a_request_the_same_bits_beside_ot
 def test_a_pair_that_guesses_on_a_gpu_answers_as_a_worker_that_does_not(
     tmp_path: Path, by: str
 ) -> None:
-    flags = ("--device", "cuda", "--dtype", "bfloat16", "--kv-cache-memory", "32MiB")
+    flags = (
+        "--device",
+        "cuda",
+        "--dtype",
+        "bfloat16",
+        "--kv-cache-memory",
+        "32MiB",
+        "--deterministic",
+    )
+    plain = answered_plainly(tmp_path, *flags)
     # A GPU's step over so small a model is the host's time: drafts rarely pay, and few are made.
-    drafts, _ = drafts_that_changed_nothing(tmp_path, by, *flags, "--deterministic")
+    drafts, _ = drafts_that_changed_nothing(tmp_path, plain, by, *flags)
     assert drafts
 
 

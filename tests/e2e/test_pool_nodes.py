@@ -37,7 +37,7 @@ SETTINGS = {
 AWAY = {"CLUSTER_RESTART_BACKOFF_S": "8"}
 """Whoever is killed is away for long enough to be missed."""
 
-WAYS = ("shm", "ucx", "nixl")
+WAYS = ("shm", pytest.param("ucx", marks=pytest.mark.slow), "nixl")
 
 
 @contextlib.contextmanager

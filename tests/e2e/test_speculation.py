@@ -4,6 +4,7 @@ import json
 import re
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +33,54 @@ ASKED: tuple[dict[str, Any], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """What a hybrid worker answers that makes no drafts.
+
+    Attributes:
+        model: That it serves.
+        asked: The fields of each request.
+        answers: Their choices.
+    """
+
+    model: Path
+    asked: tuple[dict[str, Any], ...]
+    answers: list[list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    return answered_plainly(tmp_path_factory.mktemp("models"), *COMMON)
+
+
 @pytest.mark.parametrize("by", ["ngram", "suffix", "draft_model", "eagle3"])
-def test_a_pair_that_guesses_answers_as_a_worker_that_does_not(tmp_path: Path, by: str) -> None:
-    drafts, accepted = drafts_that_changed_nothing(tmp_path, by, *COMMON)
+def test_a_pair_that_guesses_answers_as_a_worker_that_does_not(
+    tmp_path: Path, plain: Plain, by: str
+) -> None:
+    drafts, accepted = drafts_that_changed_nothing(tmp_path, plain, by, *COMMON)
     # Whether a model's drafts pay depends on how quick this machine is; some are made all the same.
     assert drafts
     assert accepted > (20 if by in NEEDS_NO_WEIGHTS else 0)
 
 
-def drafts_that_changed_nothing(tmp_path: Path, by: str, *flags: str) -> tuple[float, float]:
+def answered_plainly(folder: Path, *flags: str) -> Plain:
+    """Of a worker that is told `flags`; its model goes into `folder`."""
+    model = make_model(folder / "llama", "llama", num_layers=3)
+    with serve(str(model), *HYBRID, *flags) as cluster, cluster.client() as http:
+        answers = [_choices(http, fields) for fields in ASKED]
+        # A text ends in the middle of what a step confirms.
+        text = answers[0][0]["text"]
+        stops = [{"temperature": 0, "stop": [text[at : at + 3]]} | FEW for at in (9, 14, 20)]
+        answers += [_choices(http, fields) for fields in stops]
+    return Plain(model=model, asked=(*ASKED, *stops), answers=answers)
+
+
+def drafts_that_changed_nothing(
+    tmp_path: Path, plain: Plain, by: str, *flags: str
+) -> tuple[float, float]:
     """How many drafts workers made that are told `flags`, and how many of their tokens were accepted;
     what they answered is what one that makes none did.
     """
-    model = make_model(tmp_path / "llama", "llama", num_layers=3)
-    with serve(str(model), *HYBRID, *flags) as cluster, cluster.client() as http:
-        plain = [_choices(http, fields) for fields in ASKED]
-        # A text ends in the middle of what a step confirms.
-        text = plain[0][0]["text"]
-        stops = [{"temperature": 0, "stop": [text[at : at + 3]]} | FEW for at in (9, 14, 20)]
-        plain += [_choices(http, fields) for fields in stops]
     if by in NEEDS_NO_WEIGHTS:
         config = NEEDS_NO_WEIGHTS[by]
     else:
@@ -63,10 +93,12 @@ def drafts_that_changed_nothing(tmp_path: Path, by: str, *flags: str) -> tuple[f
     guessing = ("--speculative-config", config)
     port = _two_free_ports()
     with (
-        serve(str(model), *PAIR, *flags, *guessing, "--worker-metrics-port", str(port)) as cluster,
+        serve(
+            str(plain.model), *PAIR, *flags, *guessing, "--worker-metrics-port", str(port)
+        ) as cluster,
         cluster.client() as http,
     ):
-        guessed = [_choices(http, fields) for fields in (*ASKED, *stops)]
+        guessed = [_choices(http, fields) for fields in plain.asked]
         names = ("drafts", "draft_tokens", "accepted_tokens")
         drafts, drafted, accepted = (
             sum(_counted(port + worker, f"num_{name}_total") for worker in range(2))
@@ -74,7 +106,7 @@ def drafts_that_changed_nothing(tmp_path: Path, by: str, *flags: str) -> tuple[f
         )
         first_place = 'num_accepted_tokens_per_pos_total{position="0"}'
         accepted_first = sum(_counted(port + worker, first_place) for worker in range(2))
-    assert guessed == plain
+    assert guessed == plain.answers
     assert accepted_first <= drafts <= drafted
     assert accepted_first <= accepted <= drafted
     assert bool(accepted_first) == bool(accepted)

@@ -194,10 +194,11 @@ async def test_a_holder_that_stands_still_keeps_no_fetch_from_others_waiting() -
     await soon(asyncio.gather(*stood))
     asked = {world.asked.get_nowait() for _ in texts}
     assert asked == {HOLDER.state.node}
-    await fetcher.bring(elsewhere, 0, WAIT_S)
-    assert world.asked.get_nowait() == OTHER.state.node
+    other = asyncio.create_task(fetcher.bring(elsewhere, 0, WAIT_S))
+    assert await soon(world.asked.get()) == OTHER.state.node
     for at in range(len(world.inbound.all)):
         await world.stopped(at)
+    await soon(other)
     assert (world.ledger.usage().slots_free, world.ledger.usage().puts) == (64, 0)
     await fetcher.close()
 
