@@ -1,4 +1,4 @@
-// Compresses a matrix in panels: codes its exponents, as panels.h has it. Once, when a model is loaded.
+// Compresses a matrix in panels: codes its upper bytes, as panels.h has it. Once, when a model is loaded.
 
 #include <numeric>
 
@@ -8,20 +8,21 @@ namespace baton {
 namespace {
 
 constexpr int64_t PLAIN_WORDS = GROUP_VECTORS * VECTOR_WORDS;  // of a group
-constexpr int WINDOW = 16;                                     // exponents that have a code
+constexpr int WINDOW = 8;                                      // upper bytes of either sign that have a code
 // Of a panel's words one in so many may be an exception at most: whoever multiplies it keeps the others waiting.
 constexpr int64_t PANEL_EXCEPTIONS = 128;
 
-inline int exponent(uint16_t bits) { return bits >> EXPONENT_SHIFT & 0xff; }
-inline bool has_code(uint16_t bits, int lowest) { return static_cast<unsigned>(exponent(bits) - lowest) < WINDOW; }
+// Without the sign.
+inline int upper(uint16_t bits) { return bits >> 8 & 0x7f; }
+inline bool has_code(uint16_t bits, int lowest) { return static_cast<unsigned>(upper(bits) - lowest) < WINDOW; }
 
-// The lowest of those exponents that most of `words` have; `left_out` becomes the number of words that have others.
+// The lowest of those upper bytes that most of `words` have; `left_out` becomes the number of words that have others.
 int find_lowest(const uint16_t* words, int64_t count, int64_t* left_out) {
-    int64_t having[256] = {};
-    for (int64_t i = 0; i < count; i++) having[exponent(words[i])]++;
+    int64_t having[128] = {};
+    for (int64_t i = 0; i < count; i++) having[upper(words[i])]++;
     int64_t inside = std::accumulate(having, having + WINDOW, int64_t{0}), most = inside;
     int best = 0;
-    for (int lowest = 1; lowest + WINDOW <= 256; lowest++) {
+    for (int lowest = 1; lowest + WINDOW <= 128; lowest++) {
         inside += having[lowest + WINDOW - 1] - having[lowest - 1];
         if (inside > most) most = inside, best = lowest;
     }
@@ -30,28 +31,30 @@ int find_lowest(const uint16_t* words, int64_t count, int64_t* left_out) {
 }
 
 void compress_group(const uint16_t* from, int lowest, uint16_t* to) {
-    uint16_t *codes = to, *even = to + VECTOR_WORDS, *odd = even + VECTOR_WORDS;
-    for (int64_t lane = 0; lane < VECTOR_WORDS; lane++) {
-        unsigned code = 0, rest[GROUP_VECTORS];
-        for (int v = 0; v < GROUP_VECTORS; v++) {
-            const uint16_t bits = from[v * VECTOR_WORDS + lane];
-            code |= (exponent(bits) - lowest & 0xf) << 4 * v;
-            rest[v] = v % 2 ? (bits & 0x7f) << 8 | bits >> 15 << 7 : bits & REST_BITS;
+    auto* codes = reinterpret_cast<uint8_t*>(to);
+    uint8_t* lower = codes + VECTOR_BYTES;
+    constexpr int64_t RUN = TABLE_BYTES / 2;  // words whose bytes follow each other
+    for (int v = 0; v < GROUP_VECTORS; v++) {
+        const bool second = v >= 2;
+        for (int64_t word = 0; word < VECTOR_WORDS; word += RUN) {
+            const uint16_t* bits = from + v * VECTOR_WORDS + word;
+            uint8_t *code = codes + byte_of(v, word), *low = lower + second * VECTOR_BYTES + byte_of(v, word);
+            BATON_UNROLL for (int64_t i = 0; i < RUN; i++) {
+                const unsigned coded = (bits[i] >> 15 << 3) | ((upper(bits[i]) - lowest) & 7);
+                code[i] = static_cast<uint8_t>(second ? code[i] | coded << 4 : coded);
+                low[i] = static_cast<uint8_t>(bits[i]);
+            }
         }
-        codes[lane] = static_cast<uint16_t>(code);
-        even[lane] = static_cast<uint16_t>(rest[0] | rest[1]);
-        odd[lane] = static_cast<uint16_t>(rest[2] | rest[3]);
     }
 }
 
 // A panel; its exceptions go to `to`, and the sentinel behind them.
 void compress_panel(const uint16_t* from, int64_t groups, int lowest, uint16_t* compressed, Exception* to) {
-    for (int64_t group = 0; group < groups; group++, from += PLAIN_WORDS, compressed += 3 * VECTOR_WORDS) {
-        compress_group(from, lowest, compressed);
-        for (int64_t word = 0; word < PLAIN_WORDS; word++)
-            if (!has_code(from[word], lowest))
-                *to++ = {static_cast<int32_t>(group), static_cast<uint16_t>(word), from[word]};
-    }
+    for (int64_t group = 0; group < groups; group++)
+        compress_group(from + group * PLAIN_WORDS, lowest, compressed + group * 3 * VECTOR_WORDS);
+    for (int64_t word = 0; word < groups * PLAIN_WORDS; word++)
+        if (!has_code(from[word], lowest))
+            *to++ = {static_cast<int32_t>(word / (2 * PANEL)), static_cast<uint16_t>(word % (2 * PANEL)), from[word]};
     *to = {-1, 0, 0};
 }
 

@@ -91,7 +91,7 @@ class BFloat16Panels:
     Attributes:
         panels: `[ceil(out / C), ceil(in / 2), C, 2]` bfloat16, of C = `panel_columns()`; with `codes` three quarters of
             it, opaque.
-        codes: By which exponents are coded (panels.h); None where the weights lie plain.
+        codes: By which upper bytes are coded (panels.h); None where the weights lie plain.
         bias: `[out]` float32.
         inputs: Width of `x`.
         outputs: Width of the result.
@@ -255,8 +255,8 @@ _MOST_EXCEPTIONS = 1 / 1024
 
 
 def _compressed(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Panels with their exponents coded, and the codes; None where pairs of inputs do not fill the groups that are
-    compressed together, or too many exponents have no code, such as those of zeros in a matrix that was pruned.
+    """Panels with their upper bytes coded, and the codes; None where pairs of inputs do not fill the groups that are
+    compressed together, or too many upper bytes have no code, such as those of zeros in a matrix that was pruned.
     """
     library = load_library()
     assert library is not None  # nothing is packed without one

@@ -16,10 +16,11 @@ constexpr int64_t MOST_DECODED = LANES == 16 ? 4 : TILE;
 // Whether weights are widened in registers for any number of rows: short vectors have low tiles, and what is written
 // and read once more for them costs more than widening again does.
 constexpr bool IN_REGISTERS = LANES == 8;
+constexpr int64_t MOST_BESIDE = 4;  // rows of a first tile beside whose sums a panel is decoded, and not before them
 constexpr int64_t BLOCK_TILES = BLOCK / TILE;
 constexpr int64_t LOW = 8 / ACROSS;  // rows below which a tile is low
 constexpr int64_t FEW = 96;          // rows up to which what a thread takes lies in one piece
-constexpr int64_t AHEAD = 32;        // pairs of a panel, of which those to come are sent for
+constexpr int64_t AHEAD = 96;        // pairs of a panel, of which those to come are sent for
 
 inline Vec low(Words pairs) { return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(pairs) << 16); }
 inline Vec high(Words pairs) {
@@ -58,8 +59,10 @@ struct OwnLines {
 // sums [R][P * PANEL] of P panels. With short vectors `coming` prefetches what is read next.
 template <int R, int P, typename Panel, typename Coming>
 __attribute__((noinline)) void stream(const float* a, const Panel* first, int64_t pairs, Coming coming, float* sums) {
-    // Sums, weights and what they are widened to do not fit: for odd inputs, weights are loaded again.
+    // Sums, weights and what they are widened to do not fit: plain weights are loaded again for odd inputs, and where
+    // there are many rows the codes of compressed ones for the second half of a group.
     constexpr bool LOADS_TWICE = REGISTERS == 16 && !Panel::IS_COMPRESSED;
+    constexpr bool READS_APART = REGISTERS == 16 && Panel::IS_COMPRESSED && R > 3;
     Vec acc[R][P * ACROSS];
     BATON_UNROLL for (int i = 0; i < R; i++)
         BATON_UNROLL for (int v = 0; v < P * ACROSS; v++) acc[i][v] = Vec{};
@@ -67,19 +70,19 @@ __attribute__((noinline)) void stream(const float* a, const Panel* first, int64_
     BATON_UNROLL for (int p = 0; p < P; p++) panels[p] = first[p];
     for (int64_t k = 0; k < pairs; k += Panel::PAIRS, a += 2 * R * Panel::PAIRS)
         BATON_UNROLL for (int p = 0; p < P; p++) {
-            Panel again = panels[p];
-            if (IN_REGISTERS && P <= 2) coming.prefetch(again, k);  // of more, the processor finds the way itself
-            Words read[Panel::PAIRS * ACROSS];
-            panels[p].read(read);
-            BATON_UNROLL for (int q = 0; q < Panel::PAIRS; q++) {
-                const float* row = a + 2 * R * q;
-                const Words* both = read + q * ACROSS;
+            if (IN_REGISTERS) coming.prefetch(panels[p], k);
+            BATON_UNROLL for (int turn = 0; turn < Panel::PAIRS; turn++) {
+                const float* row = a + 2 * R * turn;
+                Panel again = panels[p];
+                Words both[ACROSS];
+                if constexpr (READS_APART) asm volatile("" ::: "memory");
+                panels[p].read(turn, both);
                 BATON_UNROLL for (int i = 0; i < R; i++)
                     BATON_UNROLL for (int v = 0; v < ACROSS; v++)
                         add_product(acc[i][p * ACROSS + v], splat(row[i]), low(both[v]));
                 if constexpr (LOADS_TWICE) {
                     asm volatile("" ::: "memory");  // else GCC keeps what it has loaded, and sums go by the stack
-                    again.read(read);
+                    again.read(turn, both);
                 }
                 BATON_UNROLL for (int i = 0; i < R; i++)
                     BATON_UNROLL for (int v = 0; v < ACROSS; v++)
@@ -111,15 +114,15 @@ __attribute__((noinline)) void multiply(const float* a, const float* wide, int64
 
 template <typename Panel>
 void widen(Panel& panel, int64_t pairs, float* wide) {
-    for (int64_t k = 0; k < pairs; k += Panel::PAIRS) {
-        Words read[Panel::PAIRS * ACROSS];
-        panel.read(read);
-        for (int p = 0; p < Panel::PAIRS; p++, wide += 2 * PANEL)
+    for (int64_t k = 0; k < pairs; k += Panel::PAIRS)
+        BATON_UNROLL for (int turn = 0; turn < Panel::PAIRS; turn++, wide += 2 * PANEL) {
+            Words both[ACROSS];
+            panel.read(turn, both);
             for (int v = 0; v < ACROSS; v++) {
-                store(wide + v * LANES, low(read[p * ACROSS + v]));
-                store(wide + PANEL + v * LANES, high(read[p * ACROSS + v]));
+                store(wide + v * LANES, low(both[v]));
+                store(wide + PANEL + v * LANES, high(both[v]));
             }
-    }
+        }
 }
 
 template <typename T>
@@ -179,7 +182,8 @@ class Product {
 
     template <int R, typename Panel>
     void stream_panels() const {
-        constexpr int P = Panel::IS_COMPRESSED ? 1 : panels_abreast(R);  // decoding one takes most registers
+        constexpr bool ALONE = Panel::IS_COMPRESSED && (R > 1 || !IN_REGISTERS);  // decoding takes registers
+        constexpr int P = ALONE ? 1 : panels_abreast(R);
         // Guided: what a thread takes lies in one piece, and the last pieces are small.
 #pragma omp for schedule(guided, 1)
         for (int64_t group = 0; group < (panels + P - 1) / P; group++) {
@@ -204,30 +208,41 @@ class Product {
         outputs.put(sums, P * PANEL, tiling.first(tile), R, first * PANEL);
     }
 
-    // It stays in a near cache, a compressed one as a plain copy, and the next one comes meanwhile.
+    // It stays in a near cache, a compressed one as the plain copy that the first tile leaves; the next one comes
+    // meanwhile.
     template <typename Panel>
     void stream_block(int64_t index, int64_t begin, int64_t end) const {
-        const PlainPanel<> panel = Panel::IS_COMPRESSED ? copy_of(index) : PlainPanel<>(matrix, index);
-        for (int64_t tile = begin; tile < end; tile++)
+        static thread_local std::vector<uint32_t> memory;
+        uint32_t* copy = Panel::IS_COMPRESSED ? kept(memory, pairs * PANEL) : nullptr;
+        const PlainPanel<> panel = Panel::IS_COMPRESSED ? PlainPanel<>(copy) : PlainPanel<>(matrix, index);
+        // The last tile is the first one where it is the lowest.
+        const bool turns = Panel::IS_COMPRESSED && tiling.height(end - 1) <= MOST_BESIDE;
+        for (int64_t part = 0; part < end - begin; part++) {
+            const int64_t tile = !turns ? begin + part : part == 0 ? end - 1 : begin + part - 1;
             with_count<TILE>(tiling.height(tile), [&](auto rows) {
-                if (!Panel::IS_COMPRESSED && tile == begin)
+                if (part > 0) {
+                    stream_tile<rows, 1>(&panel, index, tile, following(matrix, index, part, end - begin));
+                } else if constexpr (!Panel::IS_COMPRESSED) {
                     stream_tile<rows, 1>(&panel, index, tile, OwnLines());
-                else
-                    stream_tile<rows, 1>(&panel, index, tile, following(matrix, index, tile - begin, end - begin));
+                } else if (const CompressedPanel<> compressed(matrix, index, copy); rows <= MOST_BESIDE) {
+                    stream_tile<rows, 1>(&compressed, index, tile, OwnLines());
+                } else {
+                    decode(compressed);
+                    stream_tile<rows, 1>(&panel, index, tile, following(matrix, index, part, end - begin));
+                }
             });
+        }
     }
 
-    // A plain copy of a compressed panel.
-    PlainPanel<> copy_of(int64_t index) const {
-        static thread_local std::vector<uint32_t> memory;
-        uint32_t* copy = kept(memory, pairs * PANEL);
-        CompressedPanel<> panel(matrix, index, copy);
+    // Leaves the copy.
+    void decode(CompressedPanel<> panel) const {
         for (int64_t k = 0; k < pairs; k += CompressedPanel<>::PAIRS) {
             panel.prefetch(AHEAD);
-            Words read[GROUP_VECTORS];
-            panel.read(read);
+            BATON_UNROLL for (int turn = 0; turn < CompressedPanel<>::PAIRS; turn++) {
+                Words both[ACROSS];
+                panel.read(turn, both);
+            }
         }
-        return PlainPanel<>(copy);
     }
 
     // It is widened for all of them.

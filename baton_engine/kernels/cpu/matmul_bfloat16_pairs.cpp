@@ -28,16 +28,16 @@ BATON_PAIRS __attribute__((noinline)) void multiply_panel(const bfloat16* x, int
         BATON_UNROLL for (int v = 0; v < ACROSS; v++) acc[i][v] = _mm512_setzero_ps();
     for (int64_t k = 0; k < pairs; k += Panel::PAIRS) {
         panel.prefetch(AHEAD);
-        Words read[Panel::PAIRS * ACROSS];
-        panel.read(read);
-        BATON_UNROLL for (int p = 0; p < Panel::PAIRS; p++) {
-            if (!Panel::IS_READ_ONCE) following.prefetch(panel, k + p);
+        BATON_UNROLL for (int turn = 0; turn < Panel::PAIRS; turn++) {
+            Words weights[ACROSS];
+            panel.read(turn, weights);
+            if (!Panel::IS_READ_ONCE) following.prefetch(panel, k + turn);
             BATON_UNROLL for (int i = 0; i < R; i++) {
                 int32_t pair;
-                std::memcpy(&pair, rows[i / 4] + i % 4 * inputs + 2 * p, sizeof pair);
+                std::memcpy(&pair, rows[i / 4] + i % 4 * inputs + 2 * turn, sizeof pair);
                 __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
                 BATON_UNROLL for (int v = 0; v < ACROSS; v++)
-                    acc[i][v] = _mm512_dpbf16_ps(acc[i][v], both, (__m512bh)read[p * ACROSS + v]);
+                    acc[i][v] = _mm512_dpbf16_ps(acc[i][v], both, (__m512bh)weights[v]);
             }
         }
         BATON_UNROLL for (int f = 0; f < FOURTHS; f++) rows[f] += 2 * Panel::PAIRS;

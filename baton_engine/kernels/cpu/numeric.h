@@ -57,11 +57,11 @@ inline void narrow(float value, bfloat16& out) {
     out.bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// Brings `count` elements nearer, for when they are wanted: to stay, or for once, past the larger caches.
-template <bool ONCE = false, typename E>
+// Brings `count` elements nearer, for when they are wanted.
+template <typename E>
 inline void bring_near(const E* from, int64_t count) {
     for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(E)); byte += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(from) + byte, 0, ONCE ? 0 : 3);
+        __builtin_prefetch(reinterpret_cast<const char*>(from) + byte);
 }
 
 // Calls `body` with `count`, which is at most `MOST`, as a constant; does nothing for 0.

@@ -1,14 +1,15 @@
 // How the products read a panel of bfloat16 weights from its first pair of inputs to its last: as it lies, or with the
 // exponents coded.
 //
-// A decode step waits for memory, and nearly all weights of a panel have one of 16 consecutive exponents, of 256. A
-// group of four vectors of pairs takes three vectors of 16-bit words: a word of `codes` has 4 bits for each of the four,
-// the exponent less the panel's `lowest`; one of `rest` has signs and mantissas of two vectors, of the first as bfloat16
-// has them, of the second with the bytes swapped.
+// A decode step waits for memory, and nearly all weights of a panel have one of 16 consecutive exponents, of 256: the
+// upper byte of their 16 bits, sign and upper seven bits of the exponent, is one of 16. A group of four vectors of pairs
+// takes three: the lower bytes as they are, and 4 bits for each upper one, by which it is looked up.
 //
 //   weight [panels][inputs / 2][PANEL columns][2]  plain: a pair of consecutive inputs shares 32 bits; inputs beyond
 //                                                  the matrix are zero, columns beyond it anything
-//   weight [panels][groups][codes, rest, rest]     compressed: what is read is what was plain, bit for bit
+//   weight [panels][groups][codes, lower, lower]   compressed: what is read is what was plain, bit for bit; a byte of
+//                                                  `codes` is for one of the first two vectors (lower 4 bits) and one
+//                                                  of the others
 //
 // A weight with another exponent is an exception: it stands whole in a list beside.
 #pragma once
@@ -18,48 +19,83 @@
 namespace baton {
 
 typedef uint16_t Words __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+typedef uint8_t Bytes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 
 constexpr int GROUP_VECTORS = 4;             // vectors that are compressed together
 constexpr int64_t VECTOR_WORDS = 2 * LANES;  // 16-bit words of a vector
-constexpr int EXPONENT_SHIFT = 7;            // of bfloat16
-constexpr uint16_t REST_BITS = 0x807f;       // sign and mantissa
-constexpr uint16_t CODE_BITS = 0xf << EXPONENT_SHIFT;
+constexpr int64_t VECTOR_BYTES = 4 * LANES;
+constexpr int64_t TABLE_BYTES = 16;  // bytes among which one instruction looks up, and that it interleaves
 
 // Of each compressed panel; exceptions follow on the last panel's.
 struct PanelCode {
-    int32_t lowest;      // exponent
+    int32_t lowest;      // upper byte without its sign
     int32_t exceptions;  // index of its first one
 };
 
-// A panel's are in order of their groups, with a sentinel of group -1 at the end.
+// The upper byte that a code stands for.
+inline uint8_t upper_byte(int code, int lowest) { return static_cast<uint8_t>((code & 8) << 4 | (lowest + (code & 7))); }
+
+// Where the lower byte and the code of a word stand: of each two vectors among the bytes of one, TABLE_BYTES of either.
+inline int64_t byte_of(int vector, int64_t word) {
+    constexpr int64_t half = TABLE_BYTES / 2;
+    return word / half * TABLE_BYTES + vector % 2 * half + word % half;
+}
+
+// A panel's are in order of their pairs, with a sentinel of pair -1 at the end.
 struct Exception {
-    int32_t group;
-    uint16_t word, bits;  // which of the group's GROUP_VECTORS * VECTOR_WORDS, and the whole weight
+    int32_t pair;
+    uint16_t word, bits;  // which of the pair's 2 * PANEL, and the whole weight
 };
 static_assert(sizeof(PanelCode) == sizeof(Exception));
 
 inline int64_t pairs_of(const Matrix& matrix) { return (matrix.inputs + 1) / 2; }
 inline int64_t panels_of(const Matrix& matrix) { return (matrix.columns + PANEL - 1) / PANEL; }
 
-inline Words swap_bytes(Words words) {
+// Of each code, 0 to 15, the byte of `table`, which holds the same TABLE_BYTES again and again.
+inline Bytes look_up(Bytes table, Bytes codes) {
 #if defined(__AVX512BW__)
-    const __m512i swapped = _mm512_set4_epi32(0x0e0f0c0d, 0x0a0b0809, 0x06070405, 0x02030001);
-    return (Words)_mm512_shuffle_epi8((__m512i)words, swapped);
+    return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
 #elif defined(__AVX2__)
-    const __m256i swapped = _mm256_setr_epi32(0x02030001, 0x06070405, 0x0a0b0809, 0x0e0f0c0d, 0x02030001, 0x06070405,
-                                              0x0a0b0809, 0x0e0f0c0d);
-    return (Words)_mm256_shuffle_epi8((__m256i)words, swapped);
+    return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
 #else
-    return words << 8 | words >> 8;
+    return __builtin_shuffle(table, codes);
 #endif
 }
 
-// A panel as it lies. Prefetched lines of one that is read ONCE pass the larger caches by.
+// Words of the first half of each TABLE_BYTES of both, or of the SECOND.
+template <bool SECOND>
+inline Words interleave(Bytes lower, Bytes upper) {
+#if defined(__AVX512BW__)
+    const __m512i a = (__m512i)lower, b = (__m512i)upper;
+    return (Words)(SECOND ? _mm512_unpackhi_epi8(a, b) : _mm512_unpacklo_epi8(a, b));
+#elif defined(__AVX2__)
+    const __m256i a = (__m256i)lower, b = (__m256i)upper;
+    return (Words)(SECOND ? _mm256_unpackhi_epi8(a, b) : _mm256_unpacklo_epi8(a, b));
+#else
+    Bytes order;
+    BATON_UNROLL for (int64_t word = 0; word < VECTOR_WORDS; word++) {
+        order[2 * word] = static_cast<uint8_t>(byte_of(SECOND, word));
+        order[2 * word + 1] = static_cast<uint8_t>(VECTOR_BYTES + byte_of(SECOND, word));
+    }
+    return (Words)__builtin_shuffle(lower, upper, order);
+#endif
+}
+
+// Prefetches lines of a panel. Short vectors have them come to the second cache, where more may be on the way at a time
+// than the first one waits for; otherwise those of a panel that is read ONCE pass the larger caches by.
+template <bool ONCE>
+inline void prefetch_lines(const void* from, int64_t bytes) {
+    constexpr int LOCALITY = LANES == 8 ? 2 : ONCE ? 0 : 3;
+    for (int64_t byte = 0; byte < bytes; byte += 64)
+        __builtin_prefetch(static_cast<const char*>(from) + byte, 0, LOCALITY);
+}
+
+// A panel as it lies.
 template <bool ONCE = false>
 class PlainPanel {
    public:
     static constexpr bool IS_COMPRESSED = false, IS_READ_ONCE = ONCE;
-    static constexpr int PAIRS = 1;                    // that are read at once
+    static constexpr int PAIRS = 1;                    // that are read in one round
     static constexpr int64_t INPUT_BYTES = 2 * PANEL;  // of an input's weights
 
     PlainPanel() = default;
@@ -71,11 +107,11 @@ class PlainPanel {
     const char* address() const { return reinterpret_cast<const char*>(next); }
 
     // Of what is to be read `pairs` after the next.
-    void prefetch(int64_t pairs) const { bring_near<ONCE>(next + pairs * PANEL, PANEL); }
+    void prefetch(int64_t pairs) const { prefetch_lines<ONCE>(next + pairs * PANEL, 2 * INPUT_BYTES); }
 
-    // The next PAIRS of all columns.
-    void read(Words pairs[ACROSS]) {
-        BATON_UNROLL for (int v = 0; v < ACROSS; v++) pairs[v] = *reinterpret_cast<const Words*>(next + v * LANES);
+    // A pair of all columns, `turn` of PAIRS, which follow each other.
+    void read(int, Words pair[ACROSS]) {
+        BATON_UNROLL for (int v = 0; v < ACROSS; v++) pair[v] = *reinterpret_cast<const Words*>(next + v * LANES);
         next += PANEL;
     }
 
@@ -96,7 +132,7 @@ class CompressedPanel {
         : next(static_cast<const uint16_t*>(matrix.weight) + index * words(pairs_of(matrix))), copy(copy) {
         const auto* codes = static_cast<const PanelCode*>(matrix.codes);
         exception = reinterpret_cast<const Exception*>(codes + panels_of(matrix)) + codes[index].exceptions;
-        lowest = static_cast<uint16_t>(codes[index].lowest << EXPONENT_SHIFT);
+        for (int64_t i = 0; i < VECTOR_BYTES; i++) table[i] = upper_byte(i % TABLE_BYTES, codes[index].lowest);
     }
 
     // 16-bit words of so many pairs of all columns.
@@ -104,26 +140,28 @@ class CompressedPanel {
 
     const char* address() const { return reinterpret_cast<const char*>(next); }
 
-    void prefetch(int64_t pairs) const { bring_near<ONCE>(next + words(pairs), words(PAIRS)); }
+    void prefetch(int64_t pairs) const { prefetch_lines<ONCE>(next + words(pairs), 2 * words(PAIRS)); }
 
-    void read(Words pairs[GROUP_VECTORS]) {
-        const Words codes = at(0), even = at(1), odd = at(2), base = lowest - Words{};
-        pairs[0] = ((even & REST_BITS) | (codes << EXPONENT_SHIFT & CODE_BITS)) + base;
-        pairs[1] = ((swap_bytes(even) & REST_BITS) | (codes << (EXPONENT_SHIFT - 4) & CODE_BITS)) + base;
-        pairs[2] = ((odd & REST_BITS) | (codes >> (8 - EXPONENT_SHIFT) & CODE_BITS)) + base;
-        pairs[3] = ((swap_bytes(odd) & REST_BITS) | (codes >> (12 - EXPONENT_SHIFT) & CODE_BITS)) + base;
+    void read(int turn, Words pair[ACROSS]) {
+        BATON_UNROLL for (int v = 0; v < ACROSS; v += 2) {
+            const bool second = turn * ACROSS + v >= 2;  // half of the group
+            const Bytes codes = second ? (Bytes)((Words)at(0) >> 4) : at(0), lower = at(second ? 2 : 1);
+            const Bytes upper = look_up(table, codes & 0xf);
+            pair[v] = interleave<false>(lower, upper), pair[v + 1] = interleave<true>(lower, upper);
+        }
         // In registers: a vector that is loaded from where a word was just stored waits for the store.
-        while (__builtin_expect(exception->group == group, 0)) {
-            BATON_UNROLL for (int v = 0; v < GROUP_VECTORS; v++) {
+        while (__builtin_expect(exception->pair == index, 0)) {
+            BATON_UNROLL for (int v = 0; v < ACROSS; v++) {
                 const auto here = numbers() == static_cast<uint16_t>(exception->word - v * VECTOR_WORDS);
-                pairs[v] = here ? exception->bits - Words{} : pairs[v];
+                pair[v] = here ? exception->bits - Words{} : pair[v];
             }
             exception++;
         }
-        group++, next += 3 * VECTOR_WORDS;
+        index++;
+        if (turn == PAIRS - 1) next += 3 * VECTOR_WORDS;
         if constexpr (!ONCE) {
-            BATON_UNROLL for (int v = 0; v < GROUP_VECTORS; v++) *reinterpret_cast<Words*>(copy + v * LANES) = pairs[v];
-            copy += GROUP_VECTORS * LANES;
+            BATON_UNROLL for (int v = 0; v < ACROSS; v++) *reinterpret_cast<Words*>(copy + v * LANES) = pair[v];
+            copy += PANEL;
         }
     }
 
@@ -131,10 +169,10 @@ class CompressedPanel {
     const uint16_t* next = nullptr;
     const Exception* exception = nullptr;
     uint32_t* copy = nullptr;
-    int32_t group = 0;
-    uint16_t lowest = 0;
+    int32_t index = 0;  // of the next pair
+    Bytes table = {};
 
-    Words at(int vector) const { return *reinterpret_cast<const Words*>(next + vector * VECTOR_WORDS); }
+    Bytes at(int vector) const { return *reinterpret_cast<const Bytes*>(next + vector * VECTOR_WORDS); }
 
     // 0, 1, 2, ...
     static Words numbers() {

@@ -64,7 +64,7 @@ class Bfloat16Product(StrEnum):
     PAIRS = "pairs"
     """The same code with the instructions for bfloat16 of AVX-512: of bfloat16, summed in float32."""
     COMPRESSED_PANELS = "compressed_panels"
-    """`panels`, to the bit, over weights whose exponents are coded: three quarters of the memory, and of what a decode
+    """`panels`, to the bit, over weights whose upper bytes are coded: three quarters of the memory, and of what a decode
     waits for.
     """
     COMPRESSED_PAIRS = "compressed_pairs"
