@@ -224,7 +224,7 @@ def _opened(
         )
     if multiplies.is_compressed and not all(compressed):
         logger.warning(
-            "%d of %d matrices stay at 16 bits: too many of their exponents have no code, or their widths do not fit",
+            "%d of %d matrices stay at 16 bits: too many of their upper bytes have no code, or their widths do not fit",
             compressed.count(False),
             len(compressed),
         )

@@ -18,7 +18,7 @@ import pytest
 
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.served import Served, eventually, serve
-from tests.e2e.test_restricted_outputs import TEMPLATE, TOOL_SCHEMAS
+from tests.e2e.test_tools import SCHEMAS, TEMPLATE
 
 pytestmark = [pytest.mark.chaos, pytest.mark.alone, pytest.mark.timeout(1500)]
 
@@ -56,7 +56,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 """Of answers to either endpoint. The second and the third repeat themselves, so that something can be guessed."""
 TOOLS = [
     {"type": "function", "function": {"name": name, "strict": True, "parameters": schema}}
-    for name, schema in TOOL_SCHEMAS.items()
+    for name, schema in SCHEMAS.items()
 ]
 NAMED = {"type": "function", "function": {"name": "weather"}}
 THINKS = {"chat_template_kwargs": {"thinks": True}, "max_thinking_tokens": 9}

@@ -4,6 +4,7 @@ import itertools
 import threading
 
 from tests.e2e.served import Served, eventually
+from tests.waits import join
 
 _BODY = {"model": "baton-demo", "prompt": list(range(5, 205)), "temperature": 0, "max_tokens": 24}
 
@@ -12,6 +13,7 @@ class Clients:
     """Threads that ask again and again until they are stopped; every answer is kept.
 
     Args:
+        cluster: Whom they ask.
         number: Of threads.
         answers_each: After so many a thread ends by itself; None for never.
         fields: The request's own.
@@ -44,4 +46,4 @@ class Clients:
     def stop(self) -> None:
         self._enough.set()
         for thread in self._threads:
-            thread.join(60)
+            join(thread, 60.0)

@@ -37,6 +37,7 @@ SETTINGS = {
 AWAY = {"CLUSTER_RESTART_BACKOFF_S": "8"}
 """Whoever is killed is away for long enough to be missed."""
 
+# Between hosts nixl is the one that is taken where nothing else is asked for.
 WAYS = ("shm", pytest.param("ucx", marks=pytest.mark.slow), "nixl")
 
 

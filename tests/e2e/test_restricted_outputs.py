@@ -1,5 +1,5 @@
-"""Outputs that are restricted over real clusters (to listed tokens, without unwanted words, to a form, to calls of
-tools): a pair that hands KV over draws what a hybrid worker draws.
+"""Outputs that are restricted over real clusters (to listed tokens, without unwanted words, to a form): a pair that
+hands KV over draws what a hybrid worker draws.
 """
 
 import json
@@ -11,18 +11,13 @@ from typing import Any
 import httpx
 import jsonschema_rs
 import pytest
-from pydantic_core import from_json
 
 from tests.baton_engine.tiny_models import make_model, random_prompts
-from tests.e2e.served import serve
+from tests.e2e.served import Served, assert_at_rest, serve
 
 PAIR = ("--prefill-workers", "1", "--decode-workers", "1")
 HYBRID = ("--hybrid-workers", "1")
 COMMON = ("--dtype", "float32", "--kv-cache-memory", "32MiB")
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if thinks %}<think>\n{% endif %}{# <tool_call> </think> #}"
-)
 SAID = [{"role": "user", "content": "hello"}]
 
 ALLOWED = [*range(20, 120, 3)]
@@ -68,29 +63,6 @@ FORMS: tuple[dict[str, Any], ...] = (
     },
 )
 
-WEATHER: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 6},
-        "days": {"type": "array", "items": {"type": "integer", "maximum": 9}, "maxItems": 2},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-NONE: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-TOOL_SCHEMAS = {"weather": WEATHER, "now": NONE}
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": schema}}
-    for name, schema in TOOL_SCHEMAS.items()
-]
-THINKS = {"chat_template_kwargs": {"thinks": True}, "max_thinking_tokens": 9}
-CALLS: tuple[dict[str, Any], ...] = (
-    {"tool_choice": "required", "temperature": 0},
-    {"tool_choice": "required", "seed": 3, "n": 2, "parallel_tool_calls": False},
-    {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "seed": 4},
-    {"tool_choice": "required", "seed": 5, **THINKS},
-    {"tool_choice": "required", "seed": 6, "presence_penalty": 1.0, **THINKS},
-)
 _LIKELY = (7, 66, 98)
 """Quote, bracket and brace of the tiny tokenizer: what ends a text."""
 
@@ -101,24 +73,29 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("templates") / "template.jinja"
-    path.write_text(TEMPLATE)
-    return path
+def hybrid_cluster(checkpoint: Path) -> Iterator[Served]:
+    with serve(str(checkpoint), *HYBRID, *COMMON) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
-def hybrid(checkpoint: Path, template: Path) -> Iterator[httpx.Client]:
-    flags = (*HYBRID, *COMMON, "--chat-template", str(template))
-    with serve(str(checkpoint), *flags) as cluster, cluster.client() as http:
-        yield http
+def pair_cluster(checkpoint: Path) -> Iterator[Served]:
+    with serve(str(checkpoint), *PAIR, *COMMON) as cluster:
+        yield cluster
 
 
-@pytest.fixture(scope="module")
-def pair(checkpoint: Path, template: Path) -> Iterator[httpx.Client]:
-    flags = (*PAIR, *COMMON, "--chat-template", str(template))
-    with serve(str(checkpoint), *flags) as cluster, cluster.client() as http:
+@pytest.fixture
+def hybrid(hybrid_cluster: Served) -> Iterator[httpx.Client]:
+    with hybrid_cluster.client() as http:
         yield http
+    assert_at_rest(hybrid_cluster)
+
+
+@pytest.fixture
+def pair(pair_cluster: Served) -> Iterator[httpx.Client]:
+    with pair_cluster.client() as http:
+        yield http
+    assert_at_rest(pair_cluster)
 
 
 def test_both_draw_listed_tokens_and_no_unwanted_words(
@@ -184,26 +161,6 @@ def test_a_form_changes_no_block_of_the_prompt(pair: httpx.Client) -> None:
     assert whole - 48 < cached <= whole
 
 
-def test_both_call_the_same_tools(hybrid: httpx.Client, pair: httpx.Client) -> None:
-    alone = [_messages(hybrid, fields) for fields in CALLS]
-    streamed, elsewhere = _streamed(hybrid, CALLS[0]), _in_other_words(hybrid)
-    assert [_messages(pair, fields) for fields in CALLS] == alone
-    assert _in_other_words(pair) == elsewhere
-    for answers in alone:
-        for message, reason in answers:
-            assert message["calls"]
-            if reason == "tool_calls":
-                for name, arguments in message["calls"]:
-                    jsonschema_rs.validate(TOOL_SCHEMAS[name], json.loads(arguments))
-    reasons = [reason for answers in alone for _, reason in answers]
-    assert reasons.count("tool_calls") > 2
-    assert any(message["reasoning"] for answers in alone for message, _ in answers)
-    ((whole, _),) = alone[0]
-    assert streamed == whole["calls"]
-    objects = [(name, from_json(text, allow_partial=True)) for name, text in whole["calls"]]
-    assert elsewhere == [whole["calls"], objects]
-
-
 def _restricted(word: str) -> list[dict[str, Any]]:
     allowed: dict[str, Any] = {"allowed_token_ids": ALLOWED}
     unwanted: dict[str, Any] = {"bad_words": [word]}
@@ -246,61 +203,3 @@ def _choices(http: httpx.Client, fields: dict[str, Any]) -> list[tuple[str, str]
     reply = http.post("/v1/chat/completions", json=_form(fields))
     assert reply.status_code == 200, reply.text
     return [(c["message"]["content"], c["finish_reason"]) for c in reply.json()["choices"]]
-
-
-def _in_other_words(http: httpx.Client) -> list[list[tuple[str, Any]]]:
-    """The calls that `CALLS[0]` gives, asked for as a response and as a message."""
-    body = _called({"temperature": 0})
-    said = body.pop("messages")
-    functions = [
-        {"type": "function", "name": name, "parameters": schema}
-        for name, schema in TOOL_SCHEMAS.items()
-    ]
-    response = {**body, "input": said, "tools": functions, "tool_choice": "required"}
-    response["max_output_tokens"] = response.pop("max_tokens")
-    described = [{"name": name, "input_schema": schema} for name, schema in TOOL_SCHEMAS.items()]
-    message = {**body, "messages": said, "tools": described, "tool_choice": {"type": "any"}}
-    items = http.post("/v1/responses", json=response).raise_for_status().json()["output"]
-    blocks = http.post("/v1/messages", json=message).raise_for_status().json()["content"]
-    return [
-        [(item["name"], item["arguments"]) for item in items],
-        [(block["name"], block["input"]) for block in blocks],
-    ]
-
-
-def _called(fields: dict[str, Any]) -> dict[str, Any]:
-    ends = {str(token): 4 for token in _LIKELY}
-    return {"messages": SAID, "tools": TOOLS, "max_tokens": 300, "logit_bias": ends} | fields
-
-
-def _messages(http: httpx.Client, fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Content, reasoning and calls of each choice, without the calls' ids, and why it ended."""
-    reply = http.post("/v1/chat/completions", json=_called(fields))
-    assert reply.status_code == 200, reply.text
-    found = []
-    for choice in reply.json()["choices"]:
-        message = choice["message"]
-        calls = [c["function"] for c in message.get("tool_calls") or ()]
-        said = {
-            "content": message["content"],
-            "reasoning": message.get("reasoning"),
-            "calls": [(call["name"], call["arguments"]) for call in calls],
-        }
-        found.append((said, choice["finish_reason"]))
-    return found
-
-
-def _streamed(http: httpx.Client, fields: dict[str, Any]) -> list[tuple[str, str]]:
-    calls: list[list[str]] = []
-    with http.stream(
-        "POST", "/v1/chat/completions", json=_called(fields) | {"stream": True}
-    ) as reply:
-        for line in reply.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                for part in choice["delta"].get("tool_calls") or ():
-                    if "id" in part:
-                        calls.append([part["function"]["name"], ""])
-                    calls[part["index"]][1] += part["function"]["arguments"]
-    return [(name, arguments) for name, arguments in calls]

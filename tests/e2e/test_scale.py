@@ -44,14 +44,14 @@ def test_workers_come_and_go_by_command_and_no_request_fails() -> None:
         clients = Clients(cluster, 3)
         try:
             clients.more(3)
-            assert cluster.told("scale", "prefill=2", "decode=2") == {
+            assert cluster.told("scale", "prefill=2", "decode=3") == {
                 "before": {"prefill": 1, "decode": 1, "hybrid": 0},
-                "now": {"prefill": 2, "decode": 2, "hybrid": 0},
+                "now": {"prefill": 2, "decode": 3, "hybrid": 0},
             }
-            four = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
-            eventually(lambda: _names(cluster) == four, "four workers take requests", 60.0)
+            five = {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"}
+            eventually(lambda: _names(cluster) == five, "five workers take requests", 60.0)
             clients.more(12)
-            surplus = [_processes(cluster)[name] for name in ("prefill-1", "decode-1")]
+            surplus = [_processes(cluster)[n] for n in ("prefill-1", "decode-1", "decode-2")]
             cluster.told("scale", "prefill=1", "decode=1")
             eventually(lambda: _names(cluster) == {"prefill-0", "decode-0"}, "two are left", 60.0)
             assert_gone(surplus)
@@ -122,6 +122,7 @@ def test_streams_of_a_worker_that_is_too_many_outlast_its_drain(monkeypatch) -> 
             cluster.told("scale", "decode=1")
             assert_gone([surplus])
             moved = cluster.metric("baton_migrations_total")
+            eventually(lambda: len(clients.answers) == 4, "all streams end", 60.0)
         finally:
             clients.stop()
         assert {status for status, _ in clients.answers} == {200}, clients.answers[-1]

@@ -13,10 +13,13 @@ constexpr int64_t DEPTH = 6144 / PANEL;  // inputs of a widened panel: with a ti
 // plain copy or as it is widened. With short vectors a tile is no higher.
 constexpr int64_t MOST_DECODED = LANES == 16 ? 4 : TILE;
 
+// Rows of a panel's first tile up to which it is decoded beside their sums: with more of these, and a copy to leave,
+// registers do not suffice, and it is decoded before.
+constexpr int64_t MOST_BESIDE = 4;
+
 // Whether weights are widened in registers for any number of rows: short vectors have low tiles, and what is written
 // and read once more for them costs more than widening again does.
 constexpr bool IN_REGISTERS = LANES == 8;
-constexpr int64_t MOST_BESIDE = 4;  // rows of a first tile beside whose sums a panel is decoded, and not before them
 constexpr int64_t BLOCK_TILES = BLOCK / TILE;
 constexpr int64_t LOW = 8 / ACROSS;  // rows below which a tile is low
 constexpr int64_t FEW = 96;          // rows up to which what a thread takes lies in one piece
@@ -220,17 +223,25 @@ class Product {
         for (int64_t part = 0; part < end - begin; part++) {
             const int64_t tile = !turns ? begin + part : part == 0 ? end - 1 : begin + part - 1;
             with_count<TILE>(tiling.height(tile), [&](auto rows) {
-                if (part > 0) {
-                    stream_tile<rows, 1>(&panel, index, tile, following(matrix, index, part, end - begin));
-                } else if constexpr (!Panel::IS_COMPRESSED) {
+                const Following next = following(matrix, index, part, end - begin);
+                if (part > 0)
+                    stream_tile<rows, 1>(&panel, index, tile, next);
+                else if constexpr (Panel::IS_COMPRESSED)
+                    stream_first<rows>(CompressedPanel<>(matrix, index, copy), panel, index, tile, next);
+                else
                     stream_tile<rows, 1>(&panel, index, tile, OwnLines());
-                } else if (const CompressedPanel<> compressed(matrix, index, copy); rows <= MOST_BESIDE) {
-                    stream_tile<rows, 1>(&compressed, index, tile, OwnLines());
-                } else {
-                    decode(compressed);
-                    stream_tile<rows, 1>(&panel, index, tile, following(matrix, index, part, end - begin));
-                }
             });
+        }
+    }
+
+    // The first tile of a compressed panel, which leaves the plain copy.
+    template <int R>
+    void stream_first(CompressedPanel<> panel, PlainPanel<> copy, int64_t index, int64_t tile, Following next) const {
+        if constexpr (R <= MOST_BESIDE) {
+            stream_tile<R, 1>(&panel, index, tile, OwnLines());
+        } else {
+            decode(panel);
+            stream_tile<R, 1>(&copy, index, tile, next);
         }
     }
 

@@ -1,17 +1,18 @@
 // How the products read a panel of bfloat16 weights from its first pair of inputs to its last: as it lies, or with the
-// exponents coded.
+// upper bytes coded.
 //
-// A decode step waits for memory, and nearly all weights of a panel have one of 16 consecutive exponents, of 256: the
-// upper byte of their 16 bits, sign and upper seven bits of the exponent, is one of 16. A group of four vectors of pairs
-// takes three: the lower bytes as they are, and 4 bits for each upper one, by which it is looked up.
+// A decode step waits for memory, and nearly all weights of a panel have one of 16 consecutive exponents, of 256, which
+// begin at an even one. The upper byte of such a weight, its sign and the upper seven bits of its exponent, is one of
+// 16: its code is the sign and three bits, by how much the rest exceeds the panel's `lowest`. A group of four vectors of
+// pairs takes three: the lower bytes as they are, and for each upper one a code, by which it is looked up.
 //
 //   weight [panels][inputs / 2][PANEL columns][2]  plain: a pair of consecutive inputs shares 32 bits; inputs beyond
 //                                                  the matrix are zero, columns beyond it anything
 //   weight [panels][groups][codes, lower, lower]   compressed: what is read is what was plain, bit for bit; a byte of
-//                                                  `codes` is for one of the first two vectors (lower 4 bits) and one
-//                                                  of the others
+//                                                  `codes` is for one of the first two vectors (lower 4 bits) and for
+//                                                  one of the others
 //
-// A weight with another exponent is an exception: it stands whole in a list beside.
+// A weight with another upper byte is an exception: it stands whole in a list beside.
 #pragma once
 
 #include "tiles.h"
@@ -33,7 +34,9 @@ struct PanelCode {
 };
 
 // The upper byte that a code stands for.
-inline uint8_t upper_byte(int code, int lowest) { return static_cast<uint8_t>((code & 8) << 4 | (lowest + (code & 7))); }
+inline uint8_t upper_byte(int code, int lowest) {
+    return static_cast<uint8_t>((code & 8) << 4 | (lowest + (code & 7)));
+}
 
 // Where the lower byte and the code of a word stand: of each two vectors among the bytes of one, TABLE_BYTES of either.
 inline int64_t byte_of(int vector, int64_t word) {
@@ -81,8 +84,9 @@ inline Words interleave(Bytes lower, Bytes upper) {
 #endif
 }
 
-// Prefetches lines of a panel. Short vectors have them come to the second cache, where more may be on the way at a time
-// than the first one waits for; otherwise those of a panel that is read ONCE pass the larger caches by.
+// Prefetches lines of a panel. With AVX2 they come to the second cache: more may be on the way to it at a time than to
+// the first. With other instructions, where that has not been measured, those of a panel that is read ONCE pass the
+// larger caches by.
 template <bool ONCE>
 inline void prefetch_lines(const void* from, int64_t bytes) {
     constexpr int LOCALITY = LANES == 8 ? 2 : ONCE ? 0 : 3;
@@ -150,14 +154,14 @@ class CompressedPanel {
             pair[v] = interleave<false>(lower, upper), pair[v + 1] = interleave<true>(lower, upper);
         }
         // In registers: a vector that is loaded from where a word was just stored waits for the store.
-        while (__builtin_expect(exception->pair == index, 0)) {
+        while (__builtin_expect(exception->pair == next_pair, 0)) {
             BATON_UNROLL for (int v = 0; v < ACROSS; v++) {
                 const auto here = numbers() == static_cast<uint16_t>(exception->word - v * VECTOR_WORDS);
                 pair[v] = here ? exception->bits - Words{} : pair[v];
             }
             exception++;
         }
-        index++;
+        next_pair++;
         if (turn == PAIRS - 1) next += 3 * VECTOR_WORDS;
         if constexpr (!ONCE) {
             BATON_UNROLL for (int v = 0; v < ACROSS; v++) *reinterpret_cast<Words*>(copy + v * LANES) = pair[v];
@@ -169,7 +173,7 @@ class CompressedPanel {
     const uint16_t* next = nullptr;
     const Exception* exception = nullptr;
     uint32_t* copy = nullptr;
-    int32_t index = 0;  // of the next pair
+    int32_t next_pair = 0;
     Bytes table = {};
 
     Bytes at(int vector) const { return *reinterpret_cast<const Bytes*>(next + vector * VECTOR_WORDS); }

@@ -64,8 +64,8 @@ class Bfloat16Product(StrEnum):
     PAIRS = "pairs"
     """The same code with the instructions for bfloat16 of AVX-512: of bfloat16, summed in float32."""
     COMPRESSED_PANELS = "compressed_panels"
-    """`panels`, to the bit, over weights whose upper bytes are coded: three quarters of the memory, and of what a decode
-    waits for.
+    """`panels`, to the bit, over weights whose upper bytes are coded: three quarters of the memory, and of what a
+    decode waits for.
     """
     COMPRESSED_PAIRS = "compressed_pairs"
     """`pairs` over such weights, likewise."""

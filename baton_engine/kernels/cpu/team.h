@@ -18,7 +18,7 @@ struct Matrix {
     const void* weight;
     const float *scales, *bias;  // per column; scales are those of int8, null for bfloat16; no bias is null
     int64_t inputs, columns;
-    const void* codes;  // by which exponents are coded (panels.h); null for weights that lie plain
+    const void* codes;  // by which upper bytes are coded (panels.h); null for weights that lie plain
 };
 
 // out [rows][columns] = x [rows][inputs] * matrix^T, which do not overlap; `packed` is memory of the team,

@@ -196,9 +196,10 @@ async def test_a_holder_that_stands_still_keeps_no_fetch_from_others_waiting() -
     assert asked == {HOLDER.state.node}
     other = asyncio.create_task(fetcher.bring(elsewhere, 0, WAIT_S))
     assert await soon(world.asked.get()) == OTHER.state.node
-    for at in range(len(world.inbound.all)):
-        await world.stopped(at)
+    await world.stopped(len(texts))
     await soon(other)
+    for at in range(len(texts)):
+        await world.stopped(at)
     assert (world.ledger.usage().slots_free, world.ledger.usage().puts) == (64, 0)
     await fetcher.close()
 
