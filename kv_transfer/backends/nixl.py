@@ -214,6 +214,7 @@ class NixlPages:
 
         Raises:
             TransferError: It names a layer or page that one of the two has not got; nothing is written then.
+            UnreachableError: NIXL failed; some of it may be on its way.
         """
         if len(write.source) != len(write.target):
             raise TransferError(f"{len(write.source)} pages for {len(write.target)}")
@@ -233,7 +234,7 @@ class NixlPages:
         """Whether a write is done.
 
         Raises:
-            TransferError: It failed.
+            UnreachableError: It failed; some of it may be on its way.
         """
         return self._is_done(self._agent.check_xfer_state(request))
 
@@ -263,7 +264,7 @@ class NixlPages:
     @staticmethod
     def _is_done(state: str) -> bool:
         if state == "ERR":
-            raise TransferError("NIXL reports a failed write")
+            raise UnreachableError("NIXL reports a failed write")
         return state == "DONE"
 
 

@@ -8,7 +8,9 @@ Counterpart of `ledger.py`. One transfer, from the router's word until nothing o
 
 The engine exports pages layer by layer while it computes; they wait (`shipment.py`) until the decode worker has granted
 its own, are pushed then, and are committed once every layer of every page has landed and the first tokens are known.
-However a transfer ends early, the decode worker is told (`Quiesced`) only when no push is outstanding.
+However a transfer ends early, the decode worker is told (`Quiesced`) only when no push is outstanding. It is told
+nothing once the way to its pages is lost (`UnreachableError`): bytes may still be on that way when a push is given up,
+and the session ends, by which the decode worker fences this one.
 
     engine, router, sessions ── OutboxEvent ──▶ Outbox ── OutboxAction ──▶ sessions, connections, the leg's lifecycle
 """
@@ -20,7 +22,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from baton.errors import BatonError, InvariantError, TransferError
+from baton.errors import BatonError, InvariantError, TransferError, UnreachableError
 from baton.generation import TokenSample
 from baton.ids import WorkerIdentity, XferId
 from baton.layout import KvLayout
@@ -218,6 +220,7 @@ class Outbox:
         self._whole = plan_link(layout, layout)
         self._transfers: dict[XferId, OutgoingTransfer] = {}
         self._peers: dict[WorkerIdentity, PeerUp] = {}
+        self._cut_off: set[WorkerIdentity] = set()  # to whose pages the way is lost, until their session has ended
         self._push_ids = itertools.count(1)
         self._log = StoryLog("outbox")
         self.refused = 0
@@ -282,6 +285,7 @@ class Outbox:
 
     def _peer_up(self, event: PeerUp, now_s: float) -> list[OutboxAction]:
         self._peers[event.peer] = event
+        self._cut_off.discard(event.peer)
         actions: list[OutboxAction] = []
         for transfer in self._transfers_to(event.peer):
             actions += self._kept(transfer, event, transfer.peer_up(), now_s)
@@ -289,6 +293,7 @@ class Outbox:
 
     def _peer_down(self, event: PeerDown, now_s: float) -> list[OutboxAction]:
         self._peers.pop(event.peer, None)
+        self._cut_off.discard(event.peer)
         actions: list[OutboxAction] = []
         for transfer in self._transfers_to(event.peer):
             actions += self._kept(transfer, event, transfer.peer_down(event.error), now_s)
@@ -339,7 +344,7 @@ class Outbox:
         self.refused += 1
         message = event.message
         actions: list[OutboxAction] = []
-        if isinstance(message, AbortRequest):
+        if isinstance(message, AbortRequest) and event.peer not in self._cut_off:
             quiesced = Quiesced(xfer_id=message.xfer_id, attempt=message.attempt)
             actions = [Send(peer=event.peer, message=quiesced)]
         self._log.record(message.xfer_id, now_s, message, actions)
@@ -352,6 +357,10 @@ class Outbox:
                 f"push {event.push_id} of {event.xfer_id} was never started",
                 story=self.story(event.xfer_id),
             )
+        if isinstance(event.error, UnreachableError):
+            self._cut_off.add(transfer.peer)
+            for other in self._transfers_to(transfer.peer):
+                other.cut_off = True
         return self._kept(transfer, event, transfer.push_done(event), now_s)
 
     def _kept(
@@ -386,7 +395,7 @@ class OutgoingTransfer:
         granted_s: When the peer's pages were there.
         drawn_s: When the first tokens were.
         first_tokens: Those, once they are drawn.
-        cut_off: Whether the session is over, so that the peer can be told nothing.
+        cut_off: Whether the session is over, or the way to the pages lost, so that the peer is told nothing.
     """
 
     permit: Permit

@@ -3,7 +3,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from baton.errors import InvariantError, TicketError, TransferError, WorkerLostError
+from baton.errors import (
+    InvariantError,
+    TicketError,
+    TransferError,
+    UnreachableError,
+    WorkerLostError,
+)
 from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
@@ -218,6 +224,26 @@ def test_a_lost_peer_fails_its_legs_silently_and_waits_for_outstanding_pushes(ou
     assert outbox.state(X) is OutgoingState.ABORTING
     assert land(outbox, push) == []
     assert outbox.in_flight() == 0
+
+
+def test_a_peer_to_whose_pages_the_way_is_lost_is_told_nothing_until_there_is_a_new_session(
+    outbox: Outbox,
+):
+    """Bytes of a push that was given up may be on their way: the peer must not use the pages again."""
+    outbox.handle(granted(0, 7, 8), 0.0)
+    (push,) = pushes(outbox.handle(exported(0, 0, 3, 4), 0.0))
+    other = XferId("y")
+    outbox.handle(Opened(permit=permit(other, num_blocks=2, target=D)), 0.0)
+    lost = UnreachableError("gone")
+    assert land(outbox, push, lost) == [HandOffFailed(xfer_id=X, error=lost)]
+    assert outbox.handle(OutgoingCancelled(xfer_id=other), 0.0) == []
+    abort = said(AbortRequest(xfer_id=X, attempt=1, error=TransferError("late")))
+    assert outbox.handle(abort, 0.0) == []
+    assert outbox.in_flight() == 0
+    outbox.handle(PeerDown(peer=D, error=lost), 0.0)
+    outbox.handle(PeerUp(peer=D, region_blocks=10), 0.0)
+    quiesced = Quiesced(xfer_id=X, attempt=1)
+    assert outbox.handle(abort, 0.0) == [Send(peer=D, message=quiesced)]
 
 
 def test_a_push_that_was_never_started_breaks_an_invariant(outbox: Outbox):
