@@ -99,10 +99,13 @@ class FloatTile : Tile<T, K> {
         auto dot = [&](auto rows, int64_t m) {
             dots<rows>(at.queries + m * width, lines, keys, width, at.scores + m * KEYS, KEYS, m ? nullptr : ahead);
         };
-        int64_t done = 0;
-        for (; done + QUERIES_ABREAST <= count; done += QUERIES_ABREAST)
-            dot(std::integral_constant<int, QUERIES_ABREAST>(), done);
-        with_count<QUERIES_ABREAST - 1>(count - done, [&](auto left) { dot(left, done); });
+        // Of like size: with one query alone each sum waits for itself.
+        int64_t parts = (count + QUERIES_ABREAST - 1) / QUERIES_ABREAST;
+        for (int64_t done = 0; done < count; parts--)
+            with_count<QUERIES_ABREAST>((count - done + parts - 1) / parts, [&](auto rows) {
+                dot(rows, done);
+                done += rows;
+            });
         for (int64_t m = 0; m < count; m++) {
             float* line = at.scores + m * KEYS;
             this->hide_in_line(line, m, key, keys);

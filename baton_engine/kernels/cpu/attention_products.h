@@ -9,7 +9,7 @@ namespace baton {
 // What is held in registers: sums of up to ROWS rows by so many vectors, besides operands.
 constexpr int ROWS = REGISTERS >= 32 ? 4 : 6;
 constexpr int vectors_of(int rows) { return REGISTERS >= 32 || rows <= 3 ? 4 : 2; }
-constexpr int QUERIES_ABREAST = 4, KEYS_ABREAST = 4;  // every pair of them has a sum
+constexpr int QUERIES_ABREAST = REGISTERS >= 32 ? 4 : 3, KEYS_ABREAST = 4;  // each pair has a sum
 
 // c[i][col..] (+)= sum over t of a[i][t * step] * b[t][col..], R rows by V vectors held in registers. `ahead`, where
 // there is one, has the rows that follow those of b.

@@ -84,12 +84,11 @@ inline Words interleave(Bytes lower, Bytes upper) {
 #endif
 }
 
-// Prefetches lines of a panel. With AVX2 they come to the second cache: more may be on the way to it at a time than to
-// the first. With other instructions, where that has not been measured, those of a panel that is read ONCE pass the
-// larger caches by.
+// Prefetches lines of a panel. Where they come to the first cache, those of a panel that is read ONCE pass the larger
+// ones by.
 template <bool ONCE>
 inline void prefetch_lines(const void* from, int64_t bytes) {
-    constexpr int LOCALITY = LANES == 8 ? 2 : ONCE ? 0 : 3;
+    constexpr int LOCALITY = ONCE && NEAR == 3 ? 0 : NEAR;
     for (int64_t byte = 0; byte < bytes; byte += 64)
         __builtin_prefetch(static_cast<const char*>(from) + byte, 0, LOCALITY);
 }
