@@ -220,7 +220,8 @@ class Outbox:
         self._whole = plan_link(layout, layout)
         self._transfers: dict[XferId, OutgoingTransfer] = {}
         self._peers: dict[WorkerIdentity, PeerUp] = {}
-        self._cut_off: set[WorkerIdentity] = set()  # to whose pages the way is lost, until their session has ended
+        # To whose pages the way is lost, until their session has ended.
+        self._cut_off: set[WorkerIdentity] = set()
         self._push_ids = itertools.count(1)
         self._log = StoryLog("outbox")
         self.refused = 0
