@@ -9,7 +9,7 @@ TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 PACKAGES := baton bench baton_cluster baton_worker decode_worker baton_engine baton_vllm examples kv_transfer kvpool prefill_worker router tests
 
 # Tests start hundreds of processes, each of which would compile all of Baton's modules again.
-test test-redis test-slow test-ray test-vllm test-vllm-short k8s-check: export PYTHONDONTWRITEBYTECODE :=
+test test-redis test-slow test-ray test-vllm test-vllm-short chaos chaos-long k8s-check: export PYTHONDONTWRITEBYTECODE :=
 
 # `make test REDIS=1` has what needs a redis-server in the same run.
 DEFAULT := 'not gpu and not slow and not chaos and not ray and not vllm'$(if $(REDIS),,' and not redis')
@@ -76,7 +76,7 @@ demo: native ## A cluster on this machine answers a prompt and shows where the t
 serve: native ## Serve the demo model on http://127.0.0.1:8000 until Ctrl-C
 	$(BIN)/baton serve
 
-test: native ## The default suite: no GPU, no network, eight minutes on two cores
+test: native ## The default suite: no GPU, no network, eight to eleven minutes on two cores
 	$(BIN)/python -m pytest -m $(DEFAULT) $(TOGETHER)
 
 test-slow: native ## The suites left out of `make test`, but for the GPU's

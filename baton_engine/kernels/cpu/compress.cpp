@@ -40,7 +40,7 @@ void compress_group(const uint16_t* from, int lowest, uint16_t* to) {
             const uint16_t* bits = from + v * VECTOR_WORDS + word;
             uint8_t *code = codes + byte_of(v, word), *low = lower + second * VECTOR_BYTES + byte_of(v, word);
             BATON_UNROLL for (int64_t i = 0; i < RUN; i++) {
-                const unsigned coded = (bits[i] >> 15 << 3) | ((upper(bits[i]) - lowest) & 7);
+                const int coded = code_of(bits[i], lowest);
                 code[i] = static_cast<uint8_t>(second ? code[i] | coded << 4 : coded);
                 low[i] = static_cast<uint8_t>(bits[i]);
             }

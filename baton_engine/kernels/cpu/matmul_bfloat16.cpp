@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t DEPTH = 6144 / PANEL;  // inputs of a widened panel: with a tile of rows about the nearest cache
 
-// Rows for which a compressed panel is decoded in registers, beside their sums; for more it is decoded first, to a
-// plain copy or as it is widened. With short vectors a tile is no higher.
+// Rows for which a compressed panel is decoded in registers, beside their sums; of more the first tile leaves a plain
+// copy, or it is decoded as it is widened. With short vectors a tile is no higher.
 constexpr int64_t MOST_DECODED = LANES == 16 ? 4 : TILE;
 
 // Rows of a panel's first tile up to which it is decoded beside their sums: with more of these, and a copy to leave,

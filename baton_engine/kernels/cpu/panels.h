@@ -33,7 +33,8 @@ struct PanelCode {
     int32_t exceptions;  // index of its first one
 };
 
-// The upper byte that a code stands for.
+// The code of a weight, whose sign comes first, and the upper byte that a code stands for.
+inline int code_of(uint16_t bits, int lowest) { return bits >> 15 << 3 | (((bits >> 8) - lowest) & 7); }
 inline uint8_t upper_byte(int code, int lowest) {
     return static_cast<uint8_t>((code & 8) << 4 | (lowest + (code & 7)));
 }
