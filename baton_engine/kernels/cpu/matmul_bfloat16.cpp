@@ -23,7 +23,6 @@ constexpr bool IN_REGISTERS = LANES == 8;
 constexpr int64_t BLOCK_TILES = BLOCK / TILE;
 constexpr int64_t LOW = 8 / ACROSS;  // rows below which a tile is low
 constexpr int64_t FEW = 96;          // rows up to which what a thread takes lies in one piece
-constexpr int64_t AHEAD = 96;        // pairs of a panel, of which those to come are sent for
 
 inline Vec low(Words pairs) { return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(pairs) << 16); }
 inline Vec high(Words pairs) {
@@ -51,11 +50,16 @@ void pack(const T* x, int64_t inputs, int64_t depth, int64_t first, int64_t heig
     }
 }
 
-// The lines of a panel itself, AHEAD of where it is read.
+// The lines of a panel of `pairs` itself, some ahead of where it is read; at its end those of the one that this thread
+// reads next, which lies behind those that are read ABREAST.
+template <int ABREAST = 1>
 struct OwnLines {
+    static constexpr int64_t AHEAD = ABREAST == 1 ? 128 : 192 / ABREAST;  // pairs
+    int64_t pairs;
+
     template <typename Panel>
-    void prefetch(const Panel& panel, int64_t) const {
-        panel.prefetch(AHEAD);
+    void prefetch(const Panel& panel, int64_t pair) const {
+        panel.prefetch(pair + AHEAD < pairs ? AHEAD : AHEAD + (ABREAST - 1) * pairs);
     }
 };
 
@@ -133,14 +137,19 @@ class Product {
    public:
     Product(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed)
         : matrix(matrix), x(x), outputs{out, matrix.scales, matrix.bias, rows, matrix.columns},
-          inputs(matrix.inputs), pairs(pairs_of(matrix)), panels(panels_of(matrix)), tiling{rows, LOW}, packed(packed) {}
+          inputs(matrix.inputs), pairs(pairs_of(matrix)), panels(panels_of(matrix)), tiling{rows, LOW}, packed(packed) {
+        // A row of floats lies as it would be packed.
+        if constexpr (std::is_same_v<T, float>) row = rows == 1 && inputs == 2 * pairs ? x : nullptr;
+    }
 
     // Called by every thread of a team.
     void run() {
         if (tiling.rows == 0) return;
+        if (row == nullptr) {
 #pragma omp for schedule(static)
-        for (int64_t tile = 0; tile < tiling.count(); tile++)
-            pack(x, inputs, 2 * pairs, tiling.first(tile), tiling.height(tile), packed_rows(tile));
+            for (int64_t tile = 0; tile < tiling.count(); tile++)
+                pack(x, inputs, 2 * pairs, tiling.first(tile), tiling.height(tile), packed + start(tile));
+        }
         if (matrix.codes)
             multiply_by<CompressedPanel<true>>();
         else
@@ -154,8 +163,10 @@ class Product {
     int64_t inputs, pairs, panels;
     Tiling tiling;
     float* packed;
+    const float* row = nullptr;  // the only one, if it needs no packing
 
-    float* packed_rows(int64_t tile) const { return packed + tiling.first(tile) * 2 * pairs; }
+    int64_t start(int64_t tile) const { return tiling.first(tile) * 2 * pairs; }
+    const float* packed_rows(int64_t tile) const { return row ? row : packed + start(tile); }
 
     template <typename Panel>
     void multiply_by() const {
@@ -185,7 +196,7 @@ class Product {
 
     template <int R, typename Panel>
     void stream_panels() const {
-        constexpr bool ALONE = Panel::IS_COMPRESSED && (R > 1 || !IN_REGISTERS);  // decoding takes registers
+        constexpr bool ALONE = Panel::IS_COMPRESSED && (R > 2 || !IN_REGISTERS);  // decoding takes registers
         constexpr int P = ALONE ? 1 : panels_abreast(R);
         // Guided: what a thread takes lies in one piece, and the last pieces are small.
 #pragma omp for schedule(guided, 1)
@@ -201,7 +212,7 @@ class Product {
     void stream_group(int64_t first) const {
         Panel group[P];
         for (int p = 0; p < P; p++) group[p] = Panel(matrix, first + p);
-        stream_tile<R, P>(group, first, 0, OwnLines());
+        stream_tile<R, P>(group, first, 0, OwnLines<P>{pairs});
     }
 
     template <int R, int P, typename Panel, typename Coming>
@@ -229,7 +240,7 @@ class Product {
                 else if constexpr (Panel::IS_COMPRESSED)
                     stream_first<rows>(CompressedPanel<>(matrix, index, copy), panel, index, tile, next);
                 else
-                    stream_tile<rows, 1>(&panel, index, tile, OwnLines());
+                    stream_tile<rows, 1>(&panel, index, tile, OwnLines<>{pairs});
             });
         }
     }
@@ -238,7 +249,7 @@ class Product {
     template <int R>
     void stream_first(CompressedPanel<> panel, PlainPanel<> copy, int64_t index, int64_t tile, Following next) const {
         if constexpr (R <= MOST_BESIDE) {
-            stream_tile<R, 1>(&panel, index, tile, OwnLines());
+            stream_tile<R, 1>(&panel, index, tile, OwnLines<>{pairs});
         } else {
             decode(panel);
             stream_tile<R, 1>(&copy, index, tile, next);
@@ -248,7 +259,7 @@ class Product {
     // Leaves the copy.
     void decode(CompressedPanel<> panel) const {
         for (int64_t k = 0; k < pairs; k += CompressedPanel<>::PAIRS) {
-            panel.prefetch(AHEAD);
+            OwnLines<>{pairs}.prefetch(panel, k);
             BATON_UNROLL for (int turn = 0; turn < CompressedPanel<>::PAIRS; turn++) {
                 Words both[ACROSS];
                 panel.read(turn, both);
