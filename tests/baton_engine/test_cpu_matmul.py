@@ -186,6 +186,23 @@ def test_a_wide_result_is_not_rounded(inputs, outputs, dtype):
         torch.testing.assert_close(product.wide(x), exact, atol=2e-4, rtol=2e-5)
 
 
+@needs_panels
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_the_bits_do_not_depend_on_how_threads_divide_the_rows(threads, compressed):
+    """With more of them than cores some are far behind, and helped."""
+    product = BFloat16Panels.pack(_weight(300, 576), None, compressed=compressed)
+    x = torch.randn(600, 576)
+    of_each = torch.cat([product(row[None]) for row in x])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in (*range(1, 8), 47, 48, 49, 95, 96, 97, 144, 145, 240, 264, 265, 528, 529, 600):
+            assert torch.equal(product(x[:rows]), of_each[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
 @needs_pairs
 @pytest.mark.parametrize("inputs", [576, 577])
 def test_a_row_of_a_wide_result_is_the_same_to_the_bit_in_every_batch(inputs):

@@ -38,8 +38,9 @@ void pack(const T* x, int64_t inputs, int64_t depth, int64_t first, int64_t heig
     if (height > 2 && height <= LANES) {
         // A vector's last lanes spill over the next inputs, which are written later, and never over the end of the tile.
         for (; turned + LANES <= std::min(inputs, depth - LANES / height); turned += LANES) {
-            Vec lines[LANES] = {};
-            for (int64_t i = 0; i < height; i++) lines[i] = load(x + i * inputs + turned);
+            Vec lines[LANES];
+            BATON_UNROLL for (int64_t i = 0; i < LANES; i++)
+                lines[i] = i < height ? load(x + i * inputs + turned) : Vec{};
             transpose(lines);
             for (int64_t k = 0; k < LANES; k++) store(to + (turned + k) * height, lines[k]);
         }
@@ -138,17 +139,25 @@ class Product {
     Product(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed)
         : matrix(matrix), x(x), outputs{out, matrix.scales, matrix.bias, rows, matrix.columns},
           inputs(matrix.inputs), pairs(pairs_of(matrix)), panels(panels_of(matrix)), tiling{rows, LOW}, packed(packed) {
-        // A row of floats lies as it would be packed.
-        if constexpr (std::is_same_v<T, float>) row = rows == 1 && inputs == 2 * pairs ? x : nullptr;
+        const int64_t team = omp_get_num_threads(), blocks = (tiling.count() + BLOCK_TILES - 1) / BLOCK_TILES;
+        const int64_t shared_out = round_up(blocks, team);
+        if (IN_REGISTERS && tiling.count() >= shared_out * OWN_TILES && tiling.count() > 1) own_blocks = shared_out;
     }
 
     // Called by every thread of a team.
     void run() {
         if (tiling.rows == 0) return;
-        if (row == nullptr) {
+        if (tiling.count() > 1) {
 #pragma omp for schedule(static)
-            for (int64_t tile = 0; tile < tiling.count(); tile++)
-                pack(x, inputs, 2 * pairs, tiling.first(tile), tiling.height(tile), packed + start(tile));
+            for (int64_t tile = 0; tile < tiling.count(); tile++) {
+                if (tile < own_blocks) *taken(tile) = 0;
+                pack_tile(tile);
+            }
+        } else if (!lies_packed()) {
+            // Each thread for itself, which takes no longer, and none waits for another.
+            static thread_local std::vector<float> memory;
+            packed = kept(memory, TILE * 2 * pairs);
+            pack_tile(0);
         }
         if (matrix.codes)
             multiply_by<CompressedPanel<true>>();
@@ -163,26 +172,61 @@ class Product {
     int64_t inputs, pairs, panels;
     Tiling tiling;
     float* packed;
-    const float* row = nullptr;  // the only one, if it needs no packing
+    int64_t own_blocks = 0;  // of rows, where each thread has as many as any other; 0 where rows are too few for that
+
+    // A row of floats lies as it would be packed.
+    bool lies_packed() const { return std::is_same_v<T, float> && tiling.rows == 1 && inputs == 2 * pairs; }
+
+    // How many panels of a block were begun with.
+    int32_t* taken(int64_t block) const {
+        return reinterpret_cast<int32_t*>(packed + round_up(tiling.rows, TILE) * 2 * pairs + block * LINE_FLOATS);
+    }
 
     int64_t start(int64_t tile) const { return tiling.first(tile) * 2 * pairs; }
-    const float* packed_rows(int64_t tile) const { return row ? row : packed + start(tile); }
+    void pack_tile(int64_t tile) const {
+        pack(x, inputs, 2 * pairs, tiling.first(tile), tiling.height(tile), packed + start(tile));
+    }
+    const float* packed_rows(int64_t tile) const {
+        if constexpr (std::is_same_v<T, float>)
+            if (lies_packed()) return x;
+        return packed + start(tile);
+    }
 
     template <typename Panel>
     void multiply_by() const {
         if (tiling.rows <= (Panel::IS_COMPRESSED ? MOST_DECODED : TILE)) {
             with_count<TILE>(tiling.rows, [&](auto rows) { stream_panels<rows, Panel>(); });
+        } else if (own_blocks > 0) {
+            multiply_own<Panel>();
         } else if (IN_REGISTERS && tiling.rows <= FEW) {
 #pragma omp for schedule(guided, 1)
             for (int64_t panel = 0; panel < panels; panel++) multiply_block<Panel>(panel, 0, tiling.count());
         } else {
-            int64_t tiles = tiling.count(), blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES;
+            const int64_t tiles = tiling.count(), blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES;
 #pragma omp for schedule(dynamic, 1)
             for (int64_t item = 0; item < panels * blocks; item++) {
                 int64_t begin = item / panels * BLOCK_TILES;
                 multiply_block<Panel>(item % panels, begin, std::min(begin + BLOCK_TILES, tiles));
             }
         }
+    }
+
+    // Each thread multiplies its own blocks of rows, which it has packed: they stay in its caches, and no line of them
+    // goes to and fro between processors that share none.
+    template <typename Panel>
+    void multiply_own() const {
+        const int64_t share = own_blocks / omp_get_num_threads(), first = omp_get_thread_num() * share;
+        for (int64_t turn = 0; turn < own_blocks; turn++) {
+            const int64_t block = (first + turn) % own_blocks;
+            const int64_t begin = block * tiling.count() / own_blocks, end = (block + 1) * tiling.count() / own_blocks;
+            // Then those of threads that are far behind: to help one with a panel is to fetch all of its rows.
+            const int64_t most = turn < share ? panels : panels - panels / 8;
+            while (__atomic_load_n(taken(block), __ATOMIC_RELAXED) < most) {
+                const int64_t panel = __atomic_fetch_add(taken(block), 1, __ATOMIC_RELAXED);
+                if (panel < panels) multiply_block<Panel>(panel, begin, end);
+            }
+        }
+#pragma omp barrier
     }
 
     // One panel times the tiles from `begin` to `end`.

@@ -26,8 +26,13 @@ constexpr int64_t TILE = BROAD ? 4 : REGISTERS * 3 / 4 / ACROSS;  // rows
 constexpr int64_t BLOCK = 264;                                    // rows that share one widened panel
 static_assert(BLOCK % TILE == 0);
 
-// Floats that a product in float32 or int8 needs to hold its packed rows.
-inline int64_t packed_floats(int64_t rows, int64_t inputs) { return round_up(rows, TILE) * round_up(inputs, 64); }
+constexpr int64_t OWN_TILES = 8;   // at least, of a block of rows that is one thread's own
+constexpr int64_t LINE_FLOATS = 16;
+
+// Floats that a product in float32 or int8 needs to hold its packed rows, and a line for each block of them.
+inline int64_t packed_floats(int64_t rows, int64_t inputs) {
+    return round_up(rows, TILE) * round_up(inputs, 64) + (rows / (TILE * OWN_TILES) + 1) * LINE_FLOATS;
+}
 
 // How rows are divided among tiles. They have TILE rows, but the last two share what is left where the last would have
 // fewer than `low`: too few sums to hide the latency of adding to them.
