@@ -7,6 +7,8 @@ was moved away, so that logrotate needs no signal.
 
 import os
 import threading
+import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import Empty, Full, Queue
@@ -19,6 +21,7 @@ from router.http.account import RequestAccount
 
 MAX_QUEUED = 10_000
 _BATCH = 500
+_CLOSING_S = 5.0
 _PRIVATE_FILE = 0o600
 
 _log = get_logger(__name__)
@@ -76,12 +79,19 @@ class AuditLog:
         path: The file; made readable for its owner only.
         registry: Where its metrics go.
         max_queued: Records that may wait; beyond that they are dropped.
+        closing_s: How long `close` waits for a file that does not take what it is given.
     """
 
     def __init__(
-        self, path: Path, registry: CollectorRegistry, *, max_queued: int = MAX_QUEUED
+        self,
+        path: Path,
+        registry: CollectorRegistry,
+        *,
+        max_queued: int = MAX_QUEUED,
+        closing_s: float = _CLOSING_S,
     ) -> None:
         self._path = path
+        self._closing_s = closing_s
         self._queue: Queue[AuditRecord | None] = Queue(max_queued)
         self._written = Counter("baton_audit_records", "Audit records written.", registry=registry)
         self._dropped = Counter(
@@ -100,10 +110,17 @@ class AuditLog:
             self._dropped.inc()
 
     def close(self) -> None:
-        """Writes what waits, and ends. Blocks."""
-        self._queue.put(None)
-        self._thread.join()
-        if self._fd is not None:
+        """Writes what waits, and ends. Blocks, and no longer than `closing_s`: a disk that is gone, or a pipe that nobody
+        reads, keeps no router from leaving.
+        """
+        ends_s = time.monotonic() + self._closing_s
+        with suppress(Full):
+            self._queue.put(None, timeout=self._closing_s)
+        self._thread.join(max(0.0, ends_s - time.monotonic()))
+        if self._thread.is_alive():
+            why = f"not written within {self._closing_s:g} s of the end"
+            _log.error("audit records are lost", why=why, path=str(self._path))
+        elif self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
@@ -176,12 +193,12 @@ def audit_record(
         status: Of the reply.
         now_s: On the router's clock.
     """
-    time = datetime.now(UTC).isoformat(timespec="milliseconds")
+    answered_at = datetime.now(UTC).isoformat(timespec="milliseconds")
     if account is None:
-        return AuditRecord(time=time, request_id=name, where=where, status=status)
+        return AuditRecord(time=answered_at, request_id=name, where=where, status=status)
     timings = [run.timing for run in account.runs if run.timing is not None]
     return AuditRecord(
-        time=time,
+        time=answered_at,
         request_id=name,
         where=where,
         status=status,
