@@ -67,6 +67,17 @@ def check_ranks(adapters: Iterable[Adapter], max_rank: int) -> None:
             raise refusal(adapter.name, why)
 
 
+def check_unchanged(adapter: Adapter) -> None:
+    """Holds the files against the adapter once vLLM has loaded them: whatever was put there since they were read may be
+    what it loaded, under the digest of what was there before.
+
+    Raises:
+        ConfigError: They are others, or gone; names it.
+    """
+    if _read(adapter.name, adapter.path, adapter.number) != adapter:
+        raise refusal(adapter.name, f"{adapter.path} changed while vLLM loaded it; start again")
+
+
 def num_held(adapters: Collection[Adapter], settings: Mapping[str, object]) -> int:
     """How many vLLM is to hold in memory: all of them. One that it gave up it would read again when it is asked for, of
     files that may be others by then, or gone: wrong answers under the same fingerprint, or the worker's end.

@@ -16,7 +16,14 @@ from baton.layout import SPARE_BLOCKS, KvLayout
 from baton_engine.grammar import load_compiler
 from baton_engine.ports import ArenaAllocator, GrammarCounts, LayerSink
 from baton_engine.scheduling.limits import EngineLimits
-from baton_vllm.adapters import Adapter, check_ranks, num_held, read_adapters, refusal
+from baton_vllm.adapters import (
+    Adapter,
+    check_ranks,
+    check_unchanged,
+    num_held,
+    read_adapters,
+    refusal,
+)
 from baton_vllm.block_events import BlockNames
 from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.host import VllmEngineHost
@@ -310,6 +317,7 @@ def _loaded(
             core.add_lora(request)
         except Exception as error:  # whatever vLLM makes of another model's matrices
             raise refusal(adapter.name, f"vLLM cannot load it: {_words(error)}") from error
+        check_unchanged(adapter)
         requests[adapter.name] = request
     return requests
 

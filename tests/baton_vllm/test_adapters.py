@@ -8,7 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from baton.errors import ConfigError
-from baton_vllm.adapters import check_ranks, fingerprint, num_held, read_adapters
+from baton_vllm.adapters import (
+    check_ranks,
+    check_unchanged,
+    fingerprint,
+    num_held,
+    read_adapters,
+)
 from tests.baton_engine.tiny_models import make_model
 from tests.baton_vllm.lora import make_adapter
 
@@ -96,3 +102,15 @@ def test_fewer_than_all_are_refused_by_the_settings_name(adapter: Path, given: o
     with pytest.raises(ConfigError, match=r"max_cpu_loras: is .*, and all 2 adapters") as caught:
         num_held(adapters, {"max_cpu_loras": given})
     assert caught.value.param == "engine.vllm.max_cpu_loras"
+
+
+def test_files_that_change_while_vllm_loads_them_are_refused(model: Path, adapter: Path) -> None:
+    (read,) = read_adapters([f"sql={adapter}"])
+    check_unchanged(read)
+    shutil.rmtree(adapter)
+    make_adapter(adapter, model, seed=2)
+    with pytest.raises(ConfigError, match=r"^model\.lora_modules\.sql: .* changed while vLLM"):
+        check_unchanged(read)
+    shutil.rmtree(adapter)
+    with pytest.raises(ConfigError, match=r"^model\.lora_modules\.sql: there is no directory"):
+        check_unchanged(read)

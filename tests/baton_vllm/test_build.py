@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import BatonError, ConfigError, ModelLoadError
 from baton.ids import Role
 from baton_vllm import build
+from baton_vllm.adapters import Adapter
 from baton_vllm.settings import missing, num_ranks
 from kv_transfer.memory.arena import WorkerMemory
 from prefill_worker.sink import TransferSink
@@ -133,6 +135,26 @@ def test_adapters_that_vllm_cannot_serve_are_refused_by_their_names(
     assert str(missing_one).startswith("model.lora_modules.gone: there is no directory")
     assert "high: its rank is 32, engine.vllm.max_lora_rank is 16" in str(too_high)
     assert str(of_another).startswith("model.lora_modules.anothers: vLLM cannot load it: ")
+
+
+def test_an_adapter_that_is_replaced_while_vllm_loads_it_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM has of it then has another digest than the pages' layout."""
+    adapter = make_adapter(tmp_path / "sql", model, seed=1)
+    read = build.read_adapters
+
+    def replaced(entries: Iterable[str]) -> tuple[Adapter, ...]:
+        adapters = read(entries)
+        shutil.rmtree(adapter)
+        make_adapter(adapter, model, seed=2)
+        return adapters
+
+    monkeypatch.setattr(build, "read_adapters", replaced)
+    settings = {"enforce_eager": True, "enable_lora": True}
+    error = refused(model, adapters=(f"sql={adapter}",), vllm=settings)
+    assert "model.lora_modules.sql: " in str(error)
+    assert "changed while vLLM loaded it" in str(error)
 
 
 def test_ranks_serve_no_adapters(model: Path) -> None:
