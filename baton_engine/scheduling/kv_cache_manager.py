@@ -17,7 +17,7 @@ Copy = tuple[BlockId, BlockId]
 
 _DRAFTER_BEHIND = 64
 """Tokens, in whole pages, that a draft model computes at once where no drafts are asked of it: few enough to be found
-by the next prompt of a conversation, and so many that it costs next to nothing.
+by the next prompt of a conversation and to hold up no step, and so many that it costs next to nothing.
 """
 
 
@@ -269,11 +269,12 @@ class KvCacheManager:
         return (sequence.num_drafted - self._draft_shift) // self.block_tokens
 
     def awaits_drafter(self, sequence: Sequence) -> bool:
-        """Whether pages are full that could be published if a draft model's KV were in them. Those of beams are not: by
-        then other beams share them.
+        """Whether so many pages are full that lack a draft model's KV that it computes it: they could be published then,
+        and left to the next draft it would be all of a long text in one pass. Not those of beams: by then other beams
+        share them.
         """
         is_beam = sequence.request.search is not None
-        if not self._has_drafter or not self._share_prefixes or is_beam:
+        if not self._has_drafter or is_beam:
             return False
         size = self.block_tokens
         num_pages = sequence.num_computed // size - self._num_drafted_pages(sequence)

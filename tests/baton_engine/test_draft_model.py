@@ -153,6 +153,25 @@ def test_where_drafts_are_always_wrong_the_drafter_follows_by_whole_pages():
     assert 124 - 64 <= world.cached_tokens("two") <= 124  # of 125 computed tokens
 
 
+def test_without_prefix_caching_no_text_leaves_the_drafter_far_behind():
+    """Its next draft would compute all that is missing in one pass."""
+    world = World(
+        some(max_model_len=400, num_blocks=600),
+        speculation=DRAFTS,
+        drafts_wrongly=1,
+        enable_prefix_caching=False,
+    )
+    for index in range(4):
+        text = prompt((index, 1, 2, 3, 4, 5), max_tokens=160)
+        world.tell(Generate(seq_id=SeqId(f"s{index}"), prompt=text))
+    for _ in range(150):
+        world.step()
+    assert len(world.scheduler._queues.running) == 4
+    longest = max(row.num_tokens for plan in world.draft_plans for row in plan.rows)
+    assert longest <= 68
+    world.run()
+
+
 def test_beams_are_searched_for_without_the_drafter():
     """Their pages are shared before it could have come so far."""
     world = World(some(max_model_len=400, num_blocks=400), speculation=DRAFTS)
