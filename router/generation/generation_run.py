@@ -145,6 +145,7 @@ class Choice:
     Attributes:
         num_tokens: Tokens generated, hidden ones included.
         num_reasoning_tokens: Those of them that the model thought aloud, marks included.
+        total_logprob: Of its tokens' log-probabilities, where they are drawn with them.
         finish: Why it ended; None while it runs.
     """
 
@@ -158,6 +159,7 @@ class Choice:
     ) -> None:
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
+        self.total_logprob = 0.0
         self._reads = reads
         self._in_reasoning = reads.in_reasoning
         self._begun = 0  # of the tokens that reasoning begins with, how many were the last ones
@@ -191,6 +193,7 @@ class Choice:
         if sample.logprobs is not None:
             logged = LoggedToken.of(sample.token, sample.logprobs, self._decoded_length)
             self._logged.append(logged)
+            self.total_logprob += logged.logprob
         if self._reads.reasoning_begin:
             self._count_reasoning(sample.token)
         if (mark := self._reads.texts.get(sample.token)) is not None:
@@ -334,6 +337,11 @@ class GenerationRun:
     def reused_tokens(self) -> int:
         """Tokens of the prompt that were not computed for it; 0 until it ended."""
         return 0 if self.timing is None else self.timing.reused_tokens
+
+    def mean_logprob(self, sample: int) -> float:
+        """Of a choice's tokens, as the model drew them, whatever of them is shown."""
+        choice = self._choices[sample]
+        return choice.total_logprob / max(1, choice.num_tokens)
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """What the choices gained, event by event. Closing it cancels the generation.

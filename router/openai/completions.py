@@ -241,7 +241,7 @@ class CompletionWriter:
     ) -> list[bytes]:
         """The reply with every choice's whole text."""
         several = list(timings) if len(timings) > 1 else None
-        best = self._best(choices)
+        best = self._best(len(choices))
         reply = Completion(
             id=self._context.request_id,
             created=self._context.created,
@@ -277,20 +277,21 @@ class CompletionWriter:
             )
         return written
 
-    def _best(self, choices: Sequence[Sequence[Delta]]) -> list[int]:
-        """Which choices are shown: of each prompt's the `n` likeliest by the mean over their tokens;
+    def _best(self, count: int) -> list[int]:
+        """Which of so many choices are shown: of each prompt's the `n` likeliest by the mean over their tokens;
         a search has them in order.
         """
         shown, drawn = self._body.n or 1, self._body.num_samples
         if shown == drawn:
-            return list(range(len(choices)))
+            return list(range(count))
         best: list[int] = []
-        for begin in range(0, len(choices), drawn):
+        for begin in range(0, count, drawn):
             group = range(begin, begin + drawn)
             if self._body.use_beam_search:
                 best += group[:shown]
                 continue
-            best += sorted(group, key=lambda i: _mean_logprob(choices[i]), reverse=True)[:shown]
+            run = self._run(begin)
+            best += sorted(group, key=lambda i: run.mean_logprob(i % drawn), reverse=True)[:shown]
         return best
 
     def _choice(self, number: int, index: int, deltas: Sequence[Delta]) -> CompletionChoice:
@@ -341,11 +342,6 @@ class CompletionWriter:
     def _text_before(self, index: int) -> int:
         echo = self._echo(index)
         return len(echo.text) if echo else 0
-
-
-def _mean_logprob(deltas: Sequence[Delta]) -> float:
-    logprobs = [token.logprob for delta in deltas for token in delta.logged]
-    return sum(logprobs) / max(1, len(logprobs))
 
 
 _WORTH_BYTES = 4096

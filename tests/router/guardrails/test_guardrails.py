@@ -104,6 +104,19 @@ async def test_a_guardrail_knows_who_asks_what_of_which_model():
         assert [(t.role, t.text) for t in asked.texts] == [("system", "be good"), ("user", "hello")]
 
 
+async def test_the_best_of_several_is_the_likeliest_whatever_is_replaced_of_it():
+    """Its tokens' log-probabilities are not shown then, and count all the same."""
+    async with serve(parts=with_guard(Censor())) as served:
+        served.says("a secret", "all is well")
+        unlikely = served.generator.script[0][-1]
+        served.generator.logprob_of = {unlikely: -50.0}
+        reply = await served.complete(prompt="hello", n=1, best_of=2)
+        assert [choice["text"] for choice in reply.json()["choices"]] == ["all is well"]
+        served.generator.logprob_of = {served.generator.script[1][-1]: -50.0}
+        reply = await served.complete(prompt="hello", n=1, best_of=2)
+        assert [choice["text"] for choice in reply.json()["choices"]] == ["a [gone]"]
+
+
 async def test_what_is_asked_can_be_refused_before_any_work():
     async with serve(parts=with_guard(Censor())) as served:
         for reply in (
