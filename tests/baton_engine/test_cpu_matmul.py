@@ -187,12 +187,13 @@ def test_a_wide_result_is_not_rounded(inputs, outputs, dtype):
 
 
 @needs_panels
-@pytest.mark.parametrize("compressed", [False, True])
+@DTYPES
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_the_bits_do_not_depend_on_how_threads_divide_the_rows(threads, compressed):
-    """With more of them than cores some are far behind, and helped."""
-    product = BFloat16Panels.pack(_weight(300, 576), None, compressed=compressed)
-    x = torch.randn(600, 576)
+@pytest.mark.parametrize(("inputs", "compressed"), [(576, False), (576, True), (577, False)])
+def test_the_bits_do_not_depend_on_how_threads_divide_the_work(inputs, compressed, threads, dtype):
+    """With more threads than cores some fall behind, and others may take panels of their rows."""
+    product = BFloat16Panels.pack(_weight(300, inputs), None, compressed=compressed)
+    x = torch.randn(600, inputs).to(dtype)
     of_each = torch.cat([product(row[None]) for row in x])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -22,7 +22,7 @@ constexpr int64_t MOST_BESIDE = 4;
 constexpr bool IN_REGISTERS = LANES == 8;
 constexpr int64_t BLOCK_TILES = BLOCK / TILE;
 constexpr int64_t LOW = 8 / ACROSS;  // rows below which a tile is low
-constexpr int64_t FEW = 96;          // rows up to which what a thread takes lies in one piece
+constexpr int64_t FEW = 96;          // rows up to which what a thread takes of panels lies in one piece
 
 inline Vec low(Words pairs) { return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(pairs) << 16); }
 inline Vec high(Words pairs) {
@@ -51,8 +51,8 @@ void pack(const T* x, int64_t inputs, int64_t depth, int64_t first, int64_t heig
     }
 }
 
-// The lines of a panel of `pairs` itself, some ahead of where it is read; at its end those of the one that this thread
-// reads next, which lies behind those that are read ABREAST.
+// Sends for the lines of a panel of `pairs` ahead of where it is read and, towards its end, for the first ones of the
+// panel that this thread reads next, as many further on as are read ABREAST. Distances are measured (docs/perf-log.md).
 template <int ABREAST = 1>
 struct OwnLines {
     static constexpr int64_t AHEAD = ABREAST == 1 ? 128 : 192 / ABREAST;  // pairs
@@ -139,22 +139,25 @@ class Product {
     Product(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed)
         : matrix(matrix), x(x), outputs{out, matrix.scales, matrix.bias, rows, matrix.columns},
           inputs(matrix.inputs), pairs(pairs_of(matrix)), panels(panels_of(matrix)), tiling{rows, LOW}, packed(packed) {
-        const int64_t team = omp_get_num_threads(), blocks = (tiling.count() + BLOCK_TILES - 1) / BLOCK_TILES;
-        const int64_t shared_out = round_up(blocks, team);
-        if (IN_REGISTERS && tiling.count() >= shared_out * OWN_TILES && tiling.count() > 1) own_blocks = shared_out;
+        const int64_t team = omp_get_num_threads(), tiles = tiling.count();
+        const int64_t blocks = round_up((tiles + BLOCK_TILES - 1) / BLOCK_TILES, team);
+        if (IN_REGISTERS && tiles >= blocks * team * OWN_TILES) own_blocks = blocks;
     }
 
     // Called by every thread of a team.
     void run() {
         if (tiling.rows == 0) return;
-        if (tiling.count() > 1) {
+        if (own_blocks > 0) {
 #pragma omp for schedule(static)
-            for (int64_t tile = 0; tile < tiling.count(); tile++) {
-                if (tile < own_blocks) *taken(tile) = 0;
-                pack_tile(tile);
+            for (int64_t block = 0; block < own_blocks; block++) {
+                *begun(block) = 0;
+                for (int64_t tile = first_tile(block); tile < first_tile(block + 1); tile++) pack_tile(tile);
             }
+        } else if (tiling.count() > 1) {
+#pragma omp for schedule(static)
+            for (int64_t tile = 0; tile < tiling.count(); tile++) pack_tile(tile);
         } else if (!lies_packed()) {
-            // Each thread for itself, which takes no longer, and none waits for another.
+            // Every thread packs it for itself: as quick as one packing for all, and none waits.
             static thread_local std::vector<float> memory;
             packed = kept(memory, TILE * 2 * pairs);
             pack_tile(0);
@@ -172,14 +175,17 @@ class Product {
     int64_t inputs, pairs, panels;
     Tiling tiling;
     float* packed;
-    int64_t own_blocks = 0;  // of rows, where each thread has as many as any other; 0 where rows are too few for that
+    int64_t own_blocks = 0;  // of rows, of which each thread has as many as any other; 0 where threads divide panels
 
     // A row of floats lies as it would be packed.
     bool lies_packed() const { return std::is_same_v<T, float> && tiling.rows == 1 && inputs == 2 * pairs; }
 
-    // How many panels of a block were begun with.
-    int32_t* taken(int64_t block) const {
-        return reinterpret_cast<int32_t*>(packed + round_up(tiling.rows, TILE) * 2 * pairs + block * LINE_FLOATS);
+    int64_t first_tile(int64_t block) const { return block * tiling.count() / own_blocks; }
+
+    // How many panels of a block some thread has begun with.
+    int32_t* begun(int64_t block) const {
+        const int64_t rows = round_up(tiling.rows, TILE) * round_up(inputs, 64);
+        return reinterpret_cast<int32_t*>(packed + rows + block * LINE_FLOATS);
     }
 
     int64_t start(int64_t tile) const { return tiling.first(tile) * 2 * pairs; }
@@ -196,7 +202,7 @@ class Product {
     void multiply_by() const {
         if (tiling.rows <= (Panel::IS_COMPRESSED ? MOST_DECODED : TILE)) {
             with_count<TILE>(tiling.rows, [&](auto rows) { stream_panels<rows, Panel>(); });
-        } else if (own_blocks > 0) {
+        } else if (IN_REGISTERS && own_blocks > 0) {
             multiply_own<Panel>();
         } else if (IN_REGISTERS && tiling.rows <= FEW) {
 #pragma omp for schedule(guided, 1)
@@ -212,18 +218,17 @@ class Product {
     }
 
     // Each thread multiplies its own blocks of rows, which it has packed: they stay in its caches, and no line of them
-    // goes to and fro between processors that share none.
+    // goes to and fro between processors, which costs most where these share no cache.
     template <typename Panel>
     void multiply_own() const {
-        const int64_t share = own_blocks / omp_get_num_threads(), first = omp_get_thread_num() * share;
+        const int64_t share = own_blocks / omp_get_num_threads(), own = omp_get_thread_num() * share;
         for (int64_t turn = 0; turn < own_blocks; turn++) {
-            const int64_t block = (first + turn) % own_blocks;
-            const int64_t begin = block * tiling.count() / own_blocks, end = (block + 1) * tiling.count() / own_blocks;
-            // Then those of threads that are far behind: to help one with a panel is to fetch all of its rows.
-            const int64_t most = turn < share ? panels : panels - panels / 8;
-            while (__atomic_load_n(taken(block), __ATOMIC_RELAXED) < most) {
-                const int64_t panel = __atomic_fetch_add(taken(block), 1, __ATOMIC_RELAXED);
-                if (panel < panels) multiply_block<Panel>(panel, begin, end);
+            const int64_t block = (own + turn) % own_blocks;
+            // After its own come those of threads that are far behind: to help with a panel is to fetch all of its rows.
+            const int64_t end = turn < share ? panels : panels - (panels + 7) / 8;
+            while (__atomic_load_n(begun(block), __ATOMIC_RELAXED) < end) {
+                const int64_t panel = __atomic_fetch_add(begun(block), 1, __ATOMIC_RELAXED);
+                if (panel < panels) multiply_block<Panel>(panel, first_tile(block), first_tile(block + 1));
             }
         }
 #pragma omp barrier

@@ -136,9 +136,9 @@ class CompressedPanel {
         : next(static_cast<const uint16_t*>(matrix.weight) + index * words(pairs_of(matrix))), copy(copy) {
         const auto* codes = static_cast<const PanelCode*>(matrix.codes);
         exception = reinterpret_cast<const Exception*>(codes + panels_of(matrix)) + codes[index].exceptions;
-        Bytes from_zero;
-        BATON_UNROLL for (int64_t i = 0; i < VECTOR_BYTES; i++) from_zero[i] = upper_byte(i % TABLE_BYTES, 0);
-        table = from_zero + static_cast<uint8_t>(codes[index].lowest);  // at most 120: no sign changes
+        Bytes unshifted;
+        BATON_UNROLL for (int64_t i = 0; i < VECTOR_BYTES; i++) unshifted[i] = upper_byte(i % TABLE_BYTES, 0);
+        table = unshifted + static_cast<uint8_t>(codes[index].lowest);  // at most 120: no sign changes
     }
 
     // 16-bit words of so many pairs of all columns.

@@ -2,9 +2,9 @@
 // what matmul_bfloat16_tiles.cpp, which divides its own by AMX's tiles, shares with them.
 //
 // Weights lie in panels of a few vectors of output columns, in the order in which they are read. One pass over a panel
-// serves a tile of rows, whose sums fill most registers; rows are packed for it, but for matmul_bfloat16_pairs.cpp.
-// Every output adds up its products in the same order whatever the number of rows, so that a row's result does not
-// depend on the batch it is computed in.
+// serves a tile of rows, whose sums fill most registers; rows are packed for it, except in matmul_bfloat16_pairs.cpp
+// and where there is but one of float32. Every output adds up its products in the same order whatever the number of
+// rows, so that a row's result does not depend on the batch it is computed in.
 #pragma once
 
 #include <omp.h>
@@ -26,10 +26,11 @@ constexpr int64_t TILE = BROAD ? 4 : REGISTERS * 3 / 4 / ACROSS;  // rows
 constexpr int64_t BLOCK = 264;                                    // rows that share one widened panel
 static_assert(BLOCK % TILE == 0);
 
-constexpr int64_t OWN_TILES = 8;   // at least, of a block of rows that is one thread's own
-constexpr int64_t LINE_FLOATS = 16;
+// Tiles of a block of rows that is one thread's own, at least, for each thread of the team: all read all weights.
+constexpr int64_t OWN_TILES = 4;
+constexpr int64_t LINE_FLOATS = 16;  // of a line of a cache
 
-// Floats that a product in float32 or int8 needs to hold its packed rows, and a line for each block of them.
+// Floats that a product in float32 or int8 needs to hold its packed rows, and a line with a counter for each block.
 inline int64_t packed_floats(int64_t rows, int64_t inputs) {
     return round_up(rows, TILE) * round_up(inputs, 64) + (rows / (TILE * OWN_TILES) + 1) * LINE_FLOATS;
 }
