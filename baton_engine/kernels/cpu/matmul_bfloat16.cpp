@@ -22,6 +22,7 @@ constexpr int64_t MOST_BESIDE = 4;
 constexpr bool IN_REGISTERS = LANES == 8;
 constexpr int64_t BLOCK_TILES = BLOCK / TILE;
 constexpr int64_t LOW = 8 / ACROSS;  // rows below which a tile is low
+constexpr int FEW_THREADS = 2;       // each of which packs all rows, in less time than it would fetch them in
 constexpr int64_t FEW = 96;          // rows up to which what a thread takes of panels lies in one piece
 
 inline Vec low(Words pairs) { return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(pairs) << 16); }
@@ -153,14 +154,14 @@ class Product {
                 *begun(block) = 0;
                 for (int64_t tile = first_tile(block); tile < first_tile(block + 1); tile++) pack_tile(tile);
             }
-        } else if (tiling.count() > 1) {
+        } else if (tiling.count() > 1 && (!IN_REGISTERS || omp_get_num_threads() > FEW_THREADS)) {
 #pragma omp for schedule(static)
             for (int64_t tile = 0; tile < tiling.count(); tile++) pack_tile(tile);
         } else if (!lies_packed()) {
-            // Every thread packs it for itself: as quick as one packing for all, and none waits.
+            // Every thread packs for itself: none waits, and no line goes to and fro between them.
             static thread_local std::vector<float> memory;
-            packed = kept(memory, TILE * 2 * pairs);
-            pack_tile(0);
+            packed = kept(memory, packed_floats(tiling.rows, inputs));
+            for (int64_t tile = 0; tile < tiling.count(); tile++) pack_tile(tile);
         }
         if (matrix.codes)
             multiply_by<CompressedPanel<true>>();
