@@ -22,6 +22,7 @@ constexpr int64_t MOST_BESIDE = 4;
 constexpr bool IN_REGISTERS = LANES == 8;
 constexpr int64_t BLOCK_TILES = BLOCK / TILE;
 constexpr int64_t LOW = 8 / ACROSS;  // rows below which a tile is low
+constexpr int64_t FAR_BEHIND = 8;    // panels, and an eighth of a matrix
 constexpr int FEW_THREADS = 2;       // each of which packs all rows, in less time than it would fetch them in
 constexpr int64_t FEW = 96;          // rows up to which what a thread takes of panels lies in one piece
 
@@ -226,7 +227,7 @@ class Product {
         for (int64_t turn = 0; turn < own_blocks; turn++) {
             const int64_t block = (own + turn) % own_blocks;
             // After its own come those of threads that are far behind: to help with a panel is to fetch all of its rows.
-            const int64_t end = turn < share ? panels : panels - (panels + 7) / 8;
+            const int64_t end = turn < share ? panels : panels - std::min(FAR_BEHIND, (panels + 7) / 8);
             while (__atomic_load_n(begun(block), __ATOMIC_RELAXED) < end) {
                 const int64_t panel = __atomic_fetch_add(begun(block), 1, __ATOMIC_RELAXED);
                 if (panel < panels) multiply_block<Panel>(panel, first_tile(block), first_tile(block + 1));
