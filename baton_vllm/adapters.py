@@ -72,10 +72,12 @@ def check_unchanged(adapter: Adapter) -> None:
     what it loaded, under the digest of what was there before.
 
     Raises:
-        ConfigError: They are others, or gone; names it.
+        ConfigError: They are others, or gone; names the adapter.
     """
     if _read(adapter.name, adapter.path, adapter.number) != adapter:
-        raise refusal(adapter.name, f"{adapter.path} changed while vLLM loaded it; start again")
+        raise refusal(
+            adapter.name, f"{adapter.path} changed since this worker read it; start it again"
+        )
 
 
 def num_held(adapters: Collection[Adapter], settings: Mapping[str, object]) -> int:
@@ -121,13 +123,12 @@ def _read(name: str, path: Path, number: int) -> Adapter:
         raise refusal(name, f"{path} has no {_CONFIG}")
     if weights is None:
         raise refusal(name, f"{path} has no {' or '.join(_WEIGHTS)}")
-    return Adapter(
-        name=name,
-        path=path.absolute(),
-        number=number,
-        rank=_rank(name, config),
-        digest=_digest(config, weights),
-    )
+    rank = _rank(name, config)
+    try:
+        digest = _digest(config, weights)
+    except OSError as error:
+        raise refusal(name, f"{path} cannot be read: {error.strerror}") from error
+    return Adapter(name=name, path=path.absolute(), number=number, rank=rank, digest=digest)
 
 
 def _rank(name: str, config: Path) -> int:

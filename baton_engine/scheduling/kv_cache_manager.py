@@ -269,8 +269,8 @@ class KvCacheManager:
         return (sequence.num_drafted - self._draft_shift) // self.block_tokens
 
     def awaits_drafter(self, sequence: Sequence) -> bool:
-        """Whether so many pages are full that lack a draft model's KV that it computes it: they could be published then,
-        and left to the next draft it would be all of a long text in one pass. Not those of beams: by then other beams
+        """Whether the draft model is so many full pages behind that it should catch up now: they could be published then,
+        and the next draft would else compute all of a long text in one pass. Not those of beams: by then other beams
         share them.
         """
         is_beam = sequence.request.search is not None

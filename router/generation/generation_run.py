@@ -145,7 +145,7 @@ class Choice:
     Attributes:
         num_tokens: Tokens generated, hidden ones included.
         num_reasoning_tokens: Those of them that the model thought aloud, marks included.
-        total_logprob: Of its tokens' log-probabilities, where they are drawn with them.
+        total_logprob: Sum of its tokens' log-probabilities; 0 where it is drawn without.
         finish: Why it ended; None while it runs.
     """
 

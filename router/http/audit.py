@@ -21,7 +21,7 @@ from router.http.account import RequestAccount
 
 MAX_QUEUED = 10_000
 _BATCH = 500
-_CLOSING_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 _PRIVATE_FILE = 0o600
 
 _log = get_logger(__name__)
@@ -79,7 +79,7 @@ class AuditLog:
         path: The file; made readable for its owner only.
         registry: Where its metrics go.
         max_queued: Records that may wait; beyond that they are dropped.
-        closing_s: How long `close` waits for a file that does not take what it is given.
+        close_timeout_s: How long `close` waits for a file that does not take what it is given.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class AuditLog:
         registry: CollectorRegistry,
         *,
         max_queued: int = MAX_QUEUED,
-        closing_s: float = _CLOSING_S,
+        close_timeout_s: float = _CLOSE_TIMEOUT_S,
     ) -> None:
         self._path = path
-        self._closing_s = closing_s
+        self._close_timeout_s = close_timeout_s
         self._queue: Queue[AuditRecord | None] = Queue(max_queued)
         self._written = Counter("baton_audit_records", "Audit records written.", registry=registry)
         self._dropped = Counter(
@@ -110,16 +110,17 @@ class AuditLog:
             self._dropped.inc()
 
     def close(self) -> None:
-        """Writes what waits, and ends. Blocks, and no longer than `closing_s`: a disk that is gone, or a pipe that nobody
+        """Writes what waits, and ends. Blocks, and no longer than `close_timeout_s`: a disk that is gone, or a pipe that nobody
         reads, keeps no router from leaving.
         """
-        ends_s = time.monotonic() + self._closing_s
+        deadline_s = time.monotonic() + self._close_timeout_s
         with suppress(Full):
-            self._queue.put(None, timeout=self._closing_s)
-        self._thread.join(max(0.0, ends_s - time.monotonic()))
+            self._queue.put(None, timeout=self._close_timeout_s)
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
-            why = f"not written within {self._closing_s:g} s of the end"
-            _log.error("audit records are lost", why=why, path=str(self._path))
+            why = f"the file took nothing for {self._close_timeout_s:g} s"
+            waiting = self._queue.qsize()
+            _log.error("audit records are lost", why=why, path=str(self._path), at_least=waiting)
         elif self._fd is not None:
             os.close(self._fd)
             self._fd = None

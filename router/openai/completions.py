@@ -277,15 +277,15 @@ class CompletionWriter:
             )
         return written
 
-    def _best(self, count: int) -> list[int]:
+    def _best(self, num_choices: int) -> list[int]:
         """Which of so many choices are shown: of each prompt's the `n` likeliest by the mean over their tokens;
         a search has them in order.
         """
         shown, drawn = self._body.n or 1, self._body.num_samples
         if shown == drawn:
-            return list(range(count))
+            return list(range(num_choices))
         best: list[int] = []
-        for begin in range(0, count, drawn):
+        for begin in range(0, num_choices, drawn):
             group = range(begin, begin + drawn)
             if self._body.use_beam_search:
                 best += group[:shown]

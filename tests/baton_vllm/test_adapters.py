@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -109,8 +110,27 @@ def test_files_that_change_while_vllm_loads_them_are_refused(model: Path, adapte
     check_unchanged(read)
     shutil.rmtree(adapter)
     make_adapter(adapter, model, seed=2)
-    with pytest.raises(ConfigError, match=r"^model\.lora_modules\.sql: .* changed while vLLM"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.lora_modules\.sql: .* changed since this worker"
+    ):
         check_unchanged(read)
     shutil.rmtree(adapter)
     with pytest.raises(ConfigError, match=r"^model\.lora_modules\.sql: there is no directory"):
         check_unchanged(read)
+
+
+def test_files_that_cannot_be_read_are_refused_by_the_adapters_name(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those that somebody takes away between one look at them and the next."""
+
+    opened = Path.open
+
+    def gone(self: Path, mode: str = "r", *more: Any, **options: Any) -> object:
+        if mode == "rb":
+            raise FileNotFoundError(2, "No such file or directory", str(self))
+        return opened(self, mode, *more, **options)
+
+    monkeypatch.setattr(Path, "open", gone)
+    with pytest.raises(ConfigError, match=r"^model\.lora_modules\.sql: .* cannot be read: No such"):
+        read_adapters([f"sql={adapter}"])

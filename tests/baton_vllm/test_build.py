@@ -12,7 +12,7 @@ from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import BatonError, ConfigError, ModelLoadError
 from baton.ids import Role
 from baton_vllm import build
-from baton_vllm.adapters import Adapter
+from baton_vllm.adapters import Adapter, read_adapters
 from baton_vllm.settings import missing, num_ranks
 from kv_transfer.memory.arena import WorkerMemory
 from prefill_worker.sink import TransferSink
@@ -142,10 +142,9 @@ def test_an_adapter_that_is_replaced_while_vllm_loads_it_is_refused(
 ) -> None:
     """What vLLM has of it then has another digest than the pages' layout."""
     adapter = make_adapter(tmp_path / "sql", model, seed=1)
-    read = build.read_adapters
 
     def replaced(entries: Iterable[str]) -> tuple[Adapter, ...]:
-        adapters = read(entries)
+        adapters = read_adapters(entries)
         shutil.rmtree(adapter)
         make_adapter(adapter, model, seed=2)
         return adapters
@@ -154,7 +153,7 @@ def test_an_adapter_that_is_replaced_while_vllm_loads_it_is_refused(
     settings = {"enforce_eager": True, "enable_lora": True}
     error = refused(model, adapters=(f"sql={adapter}",), vllm=settings)
     assert "model.lora_modules.sql: " in str(error)
-    assert "changed while vLLM loaded it" in str(error)
+    assert "changed since this worker read it" in str(error)
 
 
 def test_ranks_serve_no_adapters(model: Path) -> None:

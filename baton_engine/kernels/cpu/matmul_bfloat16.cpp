@@ -22,8 +22,8 @@ constexpr int64_t MOST_BESIDE = 4;
 constexpr bool IN_REGISTERS = LANES == 8;
 constexpr int64_t BLOCK_TILES = BLOCK / TILE;
 constexpr int64_t LOW = 8 / ACROSS;  // rows below which a tile is low
-constexpr int64_t FAR_BEHIND = 8;    // panels, and an eighth of a matrix
-constexpr int FEW_THREADS = 2;       // each of which packs all rows, in less time than it would fetch them in
+constexpr int64_t FAR_BEHIND = 8;    // panels that a thread has left if others help it; an eighth of a small matrix
+constexpr int FEW_THREADS = 2;       // of a team in which each packs all rows, sooner than it would fetch another's
 constexpr int64_t FEW = 96;          // rows up to which what a thread takes of panels lies in one piece
 
 inline Vec low(Words pairs) { return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(pairs) << 16); }
@@ -152,7 +152,7 @@ class Product {
         if (own_blocks > 0) {
 #pragma omp for schedule(static)
             for (int64_t block = 0; block < own_blocks; block++) {
-                *begun(block) = 0;
+                *num_begun(block) = 0;
                 for (int64_t tile = first_tile(block); tile < first_tile(block + 1); tile++) pack_tile(tile);
             }
         } else if (tiling.count() > 1 && (!IN_REGISTERS || omp_get_num_threads() > FEW_THREADS)) {
@@ -185,7 +185,7 @@ class Product {
     int64_t first_tile(int64_t block) const { return block * tiling.count() / own_blocks; }
 
     // How many panels of a block some thread has begun with.
-    int32_t* begun(int64_t block) const {
+    int32_t* num_begun(int64_t block) const {
         const int64_t rows = round_up(tiling.rows, TILE) * round_up(inputs, 64);
         return reinterpret_cast<int32_t*>(packed + rows + block * LINE_FLOATS);
     }
@@ -228,8 +228,8 @@ class Product {
             const int64_t block = (own + turn) % own_blocks;
             // After its own come those of threads that are far behind: to help with a panel is to fetch all of its rows.
             const int64_t end = turn < share ? panels : panels - std::min(FAR_BEHIND, (panels + 7) / 8);
-            while (__atomic_load_n(begun(block), __ATOMIC_RELAXED) < end) {
-                const int64_t panel = __atomic_fetch_add(begun(block), 1, __ATOMIC_RELAXED);
+            while (__atomic_load_n(num_begun(block), __ATOMIC_RELAXED) < end) {
+                const int64_t panel = __atomic_fetch_add(num_begun(block), 1, __ATOMIC_RELAXED);
                 if (panel < panels) multiply_block<Panel>(panel, first_tile(block), first_tile(block + 1));
             }
         }

@@ -22,7 +22,7 @@ struct Matrix {
 };
 
 // out [rows][columns] = x [rows][inputs] * matrix^T, which do not overlap; `packed` is memory of the team,
-// `packed_floats(rows, inputs)` of tiles.h, which no thread uses any more when the product returns.
+// `packed_floats(rows, inputs)` of tiles.h; no thread uses it any more when the product returns.
 template <typename T>
 void multiply_bfloat16(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed);
 // x is multiplied as bfloat16, by a processor with avx512_bf16; `packed` is only used where inputs are odd.

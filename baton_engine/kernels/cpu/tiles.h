@@ -26,7 +26,7 @@ constexpr int64_t TILE = BROAD ? 4 : REGISTERS * 3 / 4 / ACROSS;  // rows
 constexpr int64_t BLOCK = 264;                                    // rows that share one widened panel
 static_assert(BLOCK % TILE == 0);
 
-// Tiles of a block of rows that is one thread's own, at least, for each thread of the team: all read all weights.
+// A thread's own block of rows has at least so many tiles for each thread of the team, since all read all weights.
 constexpr int64_t OWN_TILES = 4;
 constexpr int64_t LINE_FLOATS = 16;  // of a line of a cache
 

@@ -70,13 +70,14 @@ def test_what_cannot_be_written_is_counted_and_fails_nobody(tmp_path, caplog):
 def test_a_file_that_takes_nothing_keeps_nobody_from_leaving(tmp_path, caplog, records):
     """With a queue that has room for the end, and without."""
     os.mkfifo(tmp_path / "dead")
-    log = AuditLog(tmp_path / "dead", new_registry(), max_queued=10, closing_s=0.1)
+    log = AuditLog(tmp_path / "dead", new_registry(), max_queued=10, close_timeout_s=0.1)
     for number in range(records):
         log.write(_record(number))
     log.close()
     assert "audit records are lost" in caplog.text
     with (tmp_path / "dead").open() as reader:  # which lets the writer go
         assert json.loads(reader.readline())["request_id"] == "0"
+        log.close()
 
 
 def test_more_than_can_wait_is_dropped_and_counted(tmp_path):
