@@ -123,7 +123,6 @@ def test_files_that_cannot_be_read_are_refused_by_the_adapters_name(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those that somebody takes away between one look at them and the next."""
-
     opened = Path.open
 
     def gone(self: Path, mode: str = "r", *more: Any, **options: Any) -> object:
