@@ -42,6 +42,8 @@ KINDS = [
 ]
 # Tokens of each row, how many of them are new: decodes and chunks, around pages and beyond a block of the products.
 ROWS = ((1, 1), (16, 1), (17, 17), (33, 5), (40, 1), (700, 650), (64, 64))
+# Of one token, whose heads are each of one thread's, and of few, which every thread norms for itself.
+FEW_ROWS = (((1, 1),), ((40, 1),), ((40, 1), (17, 1)), ((33, 3),), ((30, 29), (9, 3)))
 
 
 class Recorder:
@@ -57,9 +59,11 @@ class Recorder:
         self.calls.append(("after", layer_index))
 
 
-def _decoder(path, family, kind, dtype=torch.float32):
+def _decoder(path, family, kind, dtype=torch.float32, hidden_size=64):
     head_dim = 32 if kind.endswith("pairs") else 16  # attention in pairs takes multiples of 32
-    directory = make_model(path, family, dtype=torch.bfloat16, head_dim=head_dim)
+    directory = make_model(
+        path, family, dtype=torch.bfloat16, head_dim=head_dim, hidden_size=hidden_size
+    )
     decoder = load_decoder(
         directory,
         load_spec(directory),
@@ -110,9 +114,19 @@ def _run(decoder, rows, hooks=None, kv_dtype=None, wanted=None):
 def test_whole_layers_give_the_bits_of_their_parts(tmp_path, family, kind, dtype):
     whole = _decoder(tmp_path, family, kind, dtype)
     parts = replace(whole, whole_layers=None)
-    for rows in (ROWS, ROWS[:1]):
-        for together, apart in zip(_run(whole, rows), _run(parts, rows), strict=True):
-            assert torch.equal(together, apart)
+    for rows in (ROWS, *FEW_ROWS):
+        apart = _run(parts, rows)
+        assert all(map(torch.equal, _run(whole, rows), apart))
+        assert all(map(torch.equal, _run(whole, rows, Recorder()), apart))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gates_that_fill_no_whole_panels_give_the_bits_of_the_parts_too(tmp_path, kind, dtype):
+    whole = _decoder(tmp_path, "llama", kind, dtype, hidden_size=68)
+    parts = replace(whole, whole_layers=None)
+    for rows in (ROWS, *FEW_ROWS):
+        assert all(map(torch.equal, _run(whole, rows), _run(parts, rows)))
 
 
 @pytest.mark.parametrize(
@@ -164,15 +178,14 @@ def test_whoever_takes_part_between_layers_is_called_and_changes_nothing(tmp_pat
     assert recorder.calls == [(when, index) for index in layers for when in ("before", "after")]
 
 
+@pytest.mark.parametrize("rows", [((20, 20),), ((20, 1),)], ids=["chunk", "token"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_without_logits_writes_its_pages(tmp_path, kind):
+def test_a_step_without_logits_writes_its_pages(tmp_path, kind, rows):
     decoder = _decoder(tmp_path, "llama", kind)
-    texts, blocks = make_texts([[5] * 20], PARAMS, block_tokens=BLOCK_TOKENS, chunks=(20,))
-    _, arena = make_runner(decoder, block_tokens=BLOCK_TOKENS, num_blocks=blocks)
-    row = Row(seq=texts[0].seq, start=0, num_tokens=20, samples=())
-    logits = decoder.forward(InputBuilder(BLOCK_TOKENS, blocks, CPU).build([row]), arena)
+    _, expected = _run(decoder, rows)
+    logits, pages = _run(decoder, rows, wanted=((False, 0),))
     assert logits.shape == (0, decoder.spec.vocab_size)
-    assert all(arena.layer(index).any() for index in range(len(decoder.layers)))
+    assert torch.equal(pages, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

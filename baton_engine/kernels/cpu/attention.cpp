@@ -23,6 +23,14 @@ int64_t share(const Attention<T, K>& call, int64_t tiles) {
     return decodes ? call.num_kv_heads : 1;
 }
 
+// Memory of this thread that suffices for any tile.
+template <typename T, typename K>
+Scratch& scratch_of(const Attention<T, K>& call) {
+    static thread_local Scratch scratch;
+    scratch.fit(round_up(call.tile_tokens() * call.group(), LANES), call.width());
+    return scratch;
+}
+
 template <typename T, typename K>
 void attend_tile(const Attention<T, K>& call, Scratch& scratch, int64_t row, int64_t head, int64_t first,
                  int64_t last) {
@@ -67,10 +75,8 @@ std::vector<QueryTile> Attention<T, K>::tiles_with(const int64_t* tokens, int64_
 
 template <typename T, typename K>
 void attend(const Attention<T, K>& call, const std::vector<QueryTile>& tiles) {
-    static thread_local Scratch scratch;
-    int64_t tokens = call.tile_tokens();
-    scratch.fit(round_up(tokens * call.group(), LANES), call.width());
-    int64_t count = tiles.size(), at_once = share(call, count);
+    Scratch& scratch = scratch_of(call);
+    int64_t tokens = call.tile_tokens(), count = tiles.size(), at_once = share(call, count);
 #pragma omp for schedule(dynamic, at_once)
     for (int64_t item = 0; item < count * call.num_kv_heads; item++) {
         auto [row, first] = tiles[item / call.num_kv_heads];
@@ -79,11 +85,20 @@ void attend(const Attention<T, K>& call, const std::vector<QueryTile>& tiles) {
     }
 }
 
+template <typename T, typename K>
+void attend_alone(const Attention<T, K>& call, bool is_wanted) {
+    Scratch& scratch = scratch_of(call);
+#pragma omp for schedule(static)
+    for (int64_t head = 0; head < call.num_kv_heads; head++)
+        if (is_wanted) attend_tile(call, scratch, 0, head, 0, 1);
+}
+
 }  // namespace baton
 
 #define BATON_PAGED_ATTENTION(NAME, T, K)                                                          \
     template struct baton::Attention<T, K>;                                                        \
     template void baton::attend<T, K>(const Attention<T, K>&, const std::vector<QueryTile>&);      \
+    template void baton::attend_alone<T, K>(const Attention<T, K>&, bool);                         \
     extern "C" void NAME(const T* query, const K* pages, const int32_t* query_starts,              \
                          const int32_t* context_lens, const int32_t* block_tables, T* out,         \
                          int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,                \

@@ -49,20 +49,23 @@ struct Rotated {
 }  // namespace
 
 template <typename T>
+void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t hidden, float eps) {
+    if (residual) {
+#pragma omp simd
+        for (int64_t i = 0; i < hidden; i++) narrow(widen(residual[i]) + widen(x[i]), residual[i]);
+        x = residual;
+    }
+    float scale = inverse_rms(x, hidden, eps);
+#pragma omp simd
+    for (int64_t i = 0; i < hidden; i++) narrow(widen(x[i]) * scale * widen(weight[i]), out[i]);
+}
+
+template <typename T>
 void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, int64_t hidden, float eps) {
 #pragma omp for
     for (int64_t token = 0; token < tokens; token++) {
-        const T* from = x + token * hidden;
-        T* to = out + token * hidden;
-        if (residual) {
-            T* sums = residual + token * hidden;
-#pragma omp simd
-            for (int64_t i = 0; i < hidden; i++) narrow(widen(sums[i]) + widen(from[i]), sums[i]);
-            from = sums;
-        }
-        float scale = inverse_rms(from, hidden, eps);
-#pragma omp simd
-        for (int64_t i = 0; i < hidden; i++) narrow(widen(from[i]) * scale * widen(weight[i]), to[i]);
+        const int64_t row = token * hidden;
+        norm_row(x + row, residual ? residual + row : nullptr, weight, out + row, hidden, eps);
     }
 }
 
@@ -85,33 +88,35 @@ void silu_mul(const T* x, T* out, int64_t tokens, int64_t width) {
 }
 
 template <typename T, typename K>
-void rotate_and_store(const Rotation<T, K>& with, const T* qkv, T* query, int64_t tokens) {
-    const int64_t heads = with.heads, kv_heads = with.kv_heads, head_dim = with.head_dim;
+void rotate_and_store(const Rotation<T, K>& with, const T* qkv, T* query, int64_t tokens, bool waits) {
+    const int64_t heads = with.heads, kv_heads = with.kv_heads, head_dim = with.head_dim, group = heads / kv_heads;
     const int64_t line = (heads + 2 * kv_heads) * head_dim, half_page = with.block_tokens * head_dim;
     static thread_local std::vector<float> wide;
     wide.resize(head_dim);
-#pragma omp for
-    for (int64_t token = 0; token < tokens; token++) {
-        const int64_t turn = token * head_dim / 2;
+#pragma omp for schedule(static) nowait
+    for (int64_t item = 0; item < tokens * kv_heads; item++) {
+        const int64_t token = item / kv_heads, head = item % kv_heads, turn = token * head_dim / 2;
         Rotated<T> rotated{with.cos + turn, with.sin + turn, head_dim, with.eps};
         const T* from = qkv + token * line;
         T* to = query + token * heads * head_dim;
-        for (int64_t h = 0; h < heads; h++)
+        for (int64_t h = head * group; h < (head + 1) * group; h++)
             rotated(from + h * head_dim, with.query_norm, wide.data(), to + h * head_dim);
-        const T *keys = from + heads * head_dim, *values = keys + kv_heads * head_dim;
+        const T *key = from + (heads + head) * head_dim, *value = key + kv_heads * head_dim;
         const int64_t block = with.slots[token] / with.block_tokens, offset = with.slots[token] % with.block_tokens;
-        for (int64_t h = 0; h < kv_heads; h++) {
-            K* cell = with.pages + (block * kv_heads + h) * 2 * half_page + offset * head_dim;
-            rotated(keys + h * head_dim, with.key_norm, wide.data(), cell);
+        K* cell = with.pages + (block * kv_heads + head) * 2 * half_page + offset * head_dim;
+        rotated(key, with.key_norm, wide.data(), cell);
 #pragma omp simd
-            for (int64_t i = 0; i < head_dim; i++) narrow(widen(values[h * head_dim + i]), cell[half_page + i]);
-        }
+        for (int64_t i = 0; i < head_dim; i++) narrow(widen(value[i]), cell[half_page + i]);
+    }
+    if (waits) {
+#pragma omp barrier
     }
 }
 
 }  // namespace baton
 
 #define BATON_FUSED(SUFFIX, T)                                                                      \
+    template void baton::norm_row<T>(const T*, T*, const T*, T*, int64_t, float);                   \
     template void baton::rms_norm<T>(const T*, T*, const T*, T*, int64_t, int64_t, float);          \
     template void baton::silu_mul<T>(const T*, T*, int64_t, int64_t);                               \
     extern "C" void baton_rms_norm_##SUFFIX(const T* x, T* residual, const T* weight, T* out,       \
@@ -127,7 +132,7 @@ void rotate_and_store(const Rotation<T, K>& with, const T* qkv, T* query, int64_
     }
 
 #define BATON_ROTATE_AND_STORE(NAME, T, K)                                                          \
-    template void baton::rotate_and_store<T, K>(const Rotation<T, K>&, const T*, T*, int64_t);      \
+    template void baton::rotate_and_store<T, K>(const Rotation<T, K>&, const T*, T*, int64_t, bool); \
     extern "C" void NAME(                                                                           \
         const T* qkv, const float* cos, const float* sin, const T* query_norm, const T* key_norm,   \
         K* pages, const int64_t* slots, T* query, int64_t tokens, int64_t heads, int64_t kv_heads,  \
@@ -135,7 +140,7 @@ void rotate_and_store(const Rotation<T, K>& with, const T* qkv, T* query, int64_
         baton::Rotation<T, K> rotation{cos,   sin,      query_norm, key_norm,     pages, slots,     \
                                        heads, kv_heads, head_dim,   block_tokens, eps};             \
         _Pragma("omp parallel num_threads(static_cast<int>(num_threads)) if (tokens * heads * head_dim > baton::WORTH_A_TEAM)") \
-        baton::rotate_and_store<T, K>(rotation, qkv, query, tokens);                                \
+        baton::rotate_and_store<T, K>(rotation, qkv, query, tokens, true);                          \
     }
 
 BATON_FUSED(float32, float)

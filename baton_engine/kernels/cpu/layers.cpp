@@ -17,6 +17,10 @@ namespace {
 
 constexpr int64_t MOST = 2 * BLOCK;  // tokens of a block
 
+// Elements of a step up to which every thread norms all of them for itself: to wait for the others and fetch what they
+// wrote takes longer.
+constexpr int64_t NORMED_ALONE = 2048;
+
 // The structures below are laid out as in layers.py. T is what is computed in, K what pages hold.
 
 // Products: of bfloat16 weights in float32; of int8; of bfloat16 by bfloat16; the same, by AMX's tiles for many rows.
@@ -72,6 +76,13 @@ struct Workspace {
     }
 };
 
+// What is added up and normed between the products: the team's, or with few tokens each thread's own.
+template <typename T>
+struct Sums {
+    T *residual, *normed;
+    bool own;
+};
+
 template <typename T, typename K>
 class Layers {
    public:
@@ -79,28 +90,13 @@ class Layers {
         : shape(shape), step(step), at(shape, step.tokens, step.logits), call(attention()), tiles(call.tiles()) {}
 
     // Called by every thread of a team.
-    void run(const Layer& layer, bool last) {
-        T *x = static_cast<T*>(step.x), *residual = static_cast<T*>(step.residual), *query = at.query;
-        blocks(step.tokens, [&](int64_t from, int64_t count) { project(layer, x, residual, from, count); });
-        Attention<T, K> here = call;
-        here.pages = static_cast<K*>(layer.pages);
-        here.window = layer.window;
-        int64_t tokens = step.tokens;
-        if (!last) {
-            attend(here, tiles);
-        } else {
-            attend(here, call.tiles_with(step.logit_tokens, step.logits, tiles));
-            tokens = step.logits;
-            select(residual, static_cast<T*>(step.logit_residual), shape.hidden);
-            select(at.query, at.logit_query, shape.queries());
-            x = static_cast<T*>(step.logit_x), residual = static_cast<T*>(step.logit_residual), query = at.logit_query;
+    void run(const Layer* layers, int64_t first, int64_t end, int64_t last) {
+        Sums<T> sums = first_sums();
+        for (int64_t index = first; index < end; index++) run(layers[index], index == last, sums);
+        if (sums.own) {
+#pragma omp master
+            std::copy_n(sums.residual, step.tokens * shape.hidden, static_cast<T*>(step.residual));
         }
-        blocks(tokens, [&](int64_t from, int64_t count) {
-            multiply(layer.output, query + from * shape.queries(), x + from * shape.hidden, count, step.tokens);
-        });
-        blocks(tokens, [&](int64_t from, int64_t count) {
-            feed_forward(layer, x + from * shape.hidden, residual + from * shape.hidden, count);
-        });
     }
 
    private:
@@ -109,6 +105,47 @@ class Layers {
     Workspace<T> at;
     Attention<T, K> call;
     std::vector<QueryTile> tiles;
+
+    // With the last layer the `sums` become those of the tokens that are of use.
+    void run(const Layer& layer, bool last, Sums<T>& sums) {
+        T *x = static_cast<T*>(step.x), *query = at.query;
+        blocks(step.tokens, [&](int64_t from, int64_t count) { project(layer, x, sums, from, count); });
+        attend(layer, last);
+        int64_t tokens = step.tokens;
+        if (last) {
+            T* residual = static_cast<T*>(step.logit_residual);
+            select(sums.residual, residual, shape.hidden);
+            select(query, at.logit_query, shape.queries());
+            sums = {residual, at.normed, false};
+            tokens = step.logits, x = static_cast<T*>(step.logit_x), query = at.logit_query;
+        }
+        blocks(tokens, [&](int64_t from, int64_t count) {
+            multiply(layer.output, query + from * shape.queries(), x + from * shape.hidden, count, step.tokens);
+        });
+        blocks(tokens, [&](int64_t from, int64_t count) { feed_forward(layer, x, sums, from, count); });
+    }
+
+    // Those that every thread has for itself begin as a copy of what the step has.
+    Sums<T> first_sums() const {
+        T* residual = static_cast<T*>(step.residual);
+        const int64_t size = step.tokens * shape.hidden;
+        if (size > NORMED_ALONE) return {residual, at.normed, false};
+        static thread_local T memory[2 * NORMED_ALONE + 2 * LANES];  // more than is read beyond the end
+        std::copy_n(residual, size, memory);
+        return {memory, memory + NORMED_ALONE, true};
+    }
+
+    bool is_one_token() const { return step.tokens == 1 && step.rows == 1; }
+
+    void attend(const Layer& layer, bool last) const {
+        Attention<T, K> here = call;
+        here.pages = static_cast<K*>(layer.pages);
+        here.window = layer.window;
+        if (is_one_token())
+            attend_alone(here, !last || step.logits > 0);
+        else
+            baton::attend(here, last ? call.tiles_with(step.logit_tokens, step.logits, tiles) : tiles);
+    }
 
     Attention<T, K> attention() const {
         return {at.query,       nullptr,        step.query_starts, step.context_lens,  step.block_tables,
@@ -144,32 +181,43 @@ class Layers {
     }
 
     // Queries of a block's tokens, and their keys and values in the pages.
-    void project(const Layer& layer, const T* x, T* residual, int64_t from, int64_t count) {
-        const int64_t hidden = from * shape.hidden, turn = from * shape.head_dim / 2;
-        rms_norm(x + hidden, residual + hidden, static_cast<const T*>(layer.input_norm), at.normed, count,
-                 shape.hidden, shape.norm_eps);
-        multiply(layer.qkv, at.normed, at.wide, count);
+    void project(const Layer& layer, const T* x, const Sums<T>& sums, int64_t from, int64_t count) {
+        const int64_t turn = from * shape.head_dim / 2;
+        norm(x, layer.input_norm, sums, from, count);
+        multiply(layer.qkv, sums.normed, at.wide, count);
         Rotation<T, K> rotation{step.cos + turn, step.sin + turn, static_cast<const T*>(layer.query_norm),
                              static_cast<const T*>(layer.key_norm), static_cast<K*>(layer.pages),
                              step.slots + from, shape.heads, shape.kv_heads, shape.head_dim,
                              shape.block_tokens, shape.head_norm_eps};
-        rotate_and_store(rotation, at.wide, at.query + from * shape.queries(), count);
+        rotate_and_store(rotation, at.wide, at.query + from * shape.queries(), count, !is_one_token());
     }
 
-    void feed_forward(const Layer& layer, T* x, T* residual, int64_t count) {
-        rms_norm(x, residual, static_cast<const T*>(layer.post_norm), at.normed, count, shape.hidden,
-                 shape.norm_eps);
-        gate(layer.gate_up, count);
-        multiply(layer.down, at.gated, x, count);
+    void feed_forward(const Layer& layer, T* x, const Sums<T>& sums, int64_t from, int64_t count) {
+        norm(x, layer.post_norm, sums, from, count);
+        gate(layer.gate_up, sums.normed, count);
+        multiply(layer.down, at.gated, x + from * shape.hidden, count);
     }
 
-    void gate(const Matrix& gate_up, int64_t count) {
+    // Adds a block's tokens of x to their sums, and norms these.
+    void norm(const T* x, const void* weight, const Sums<T>& sums, int64_t from, int64_t count) const {
+        const T* by = static_cast<const T*>(weight);
+        const int64_t hidden = shape.hidden, begin = from * hidden;
+        if (!sums.own)
+            return rms_norm(x + begin, sums.residual + begin, by, sums.normed, count, hidden, shape.norm_eps);
+        for (int64_t row = 0; row < count * hidden; row += hidden)
+            norm_row(x + row, sums.residual + row, by, sums.normed + row, hidden, shape.norm_eps);
+    }
+
+    // `x` is normed.
+    void gate(const Matrix& gate_up, const T* x, int64_t count) {
 #ifdef __AVX512F__
         if constexpr (std::is_same_v<T, bfloat16>)
             if (shape.product == PAIRS && gates_in_pairs(gate_up, count))
-                return gate_pairs(gate_up, at.normed, at.gated, count);
+                return gate_pairs(gate_up, x, at.gated, count);
 #endif
-        multiply(gate_up, at.normed, at.wide, count);
+        if (shape.product == WIDENING && gates_in_panels(gate_up))
+            return gate_bfloat16(gate_up, x, at.gated, count, at.packed);
+        multiply(gate_up, x, at.wide, count);
         silu_mul(at.wide, at.gated, count, shape.width);
     }
 
@@ -186,7 +234,7 @@ void run(const Shape* shape, const Layer* layers, int64_t first, int64_t end, in
          int num_threads) {
     Layers<T, K> team(*shape, *step);
 #pragma omp parallel num_threads(num_threads)
-    for (int64_t index = first; index < end; index++) team.run(layers[index], index == last);
+    team.run(layers, first, end, last);
 }
 
 }  // namespace

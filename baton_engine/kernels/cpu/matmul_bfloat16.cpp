@@ -54,15 +54,15 @@ void pack(const T* x, int64_t inputs, int64_t depth, int64_t first, int64_t heig
 }
 
 // Sends for the lines of a panel of `pairs` ahead of where it is read and, towards its end, for the first ones of the
-// panel that this thread reads next, as many further on as are read ABREAST. Distances are measured (docs/perf-log.md).
+// panel that this thread reads next, as many `further` on. Distances are measured (docs/perf-log.md).
 template <int ABREAST = 1>
 struct OwnLines {
     static constexpr int64_t AHEAD = ABREAST == 1 ? 128 : 192 / ABREAST;  // pairs
-    int64_t pairs;
+    int64_t pairs, further = ABREAST;
 
     template <typename Panel>
     void prefetch(const Panel& panel, int64_t pair) const {
-        panel.prefetch(pair + AHEAD < pairs ? AHEAD : AHEAD + (ABREAST - 1) * pairs);
+        panel.prefetch(pair + AHEAD < pairs ? AHEAD : AHEAD + (further - 1) * pairs);
     }
 };
 
@@ -135,12 +135,14 @@ void widen(Panel& panel, int64_t pairs, float* wide) {
         }
 }
 
-template <typename T>
+// GATED as `gate_bfloat16`: a panel of gates is followed by that of the values that they let through.
+template <typename T, bool GATED>
 class Product {
    public:
     Product(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed)
-        : matrix(matrix), x(x), outputs{out, matrix.scales, matrix.bias, rows, matrix.columns},
-          inputs(matrix.inputs), pairs(pairs_of(matrix)), panels(panels_of(matrix)), tiling{rows, LOW}, packed(packed) {
+        : matrix(matrix), x(x), outputs{out, matrix.scales, matrix.bias, rows, matrix.columns / WIDTHS},
+          inputs(matrix.inputs), pairs(pairs_of(matrix)), panels(panels_of(matrix) / WIDTHS), tiling{rows, LOW},
+          packed(packed) {
         const int64_t team = omp_get_num_threads(), tiles = tiling.count();
         const int64_t blocks = round_up((tiles + BLOCK_TILES - 1) / BLOCK_TILES, team);
         if (IN_REGISTERS && tiles >= blocks * team * OWN_TILES) own_blocks = blocks;
@@ -171,10 +173,13 @@ class Product {
     }
 
    private:
+    static constexpr int64_t WIDTHS = GATED ? 2 : 1;  // of the matrix, to one of what is written
+
     const Matrix& matrix;
     const T* x;
     Outputs<T> outputs;
-    int64_t inputs, pairs, panels;
+    int64_t inputs, pairs;
+    int64_t panels;  // of what is written
     Tiling tiling;
     float* packed;
     int64_t own_blocks = 0;  // of rows, of which each thread has as many as any other; 0 where threads divide panels
@@ -236,19 +241,55 @@ class Product {
 #pragma omp barrier
     }
 
-    // One panel times the tiles from `begin` to `end`.
+    // One panel of what is written, of the tiles from `begin` to `end`.
     template <typename Panel>
     void multiply_block(int64_t panel, int64_t begin, int64_t end) const {
+        const int64_t column = panel * PANEL;
+        if constexpr (GATED) {
+            static thread_local std::vector<float> memory;
+            float* gates = kept(memory, (tiling.first(end) - tiling.first(begin)) * PANEL);
+            auto gates_of = [&](int64_t tile) { return gates + (tiling.first(tile) - tiling.first(begin)) * PANEL; };
+            block_sums<Panel>(panel, panels + panel, begin, end, [&](const float* sums, int64_t tile) {
+                std::copy_n(sums, tiling.height(tile) * PANEL, gates_of(tile));
+            });
+            block_sums<Panel>(panels + panel, panel + 1, begin, end, [&](const float* sums, int64_t tile) {
+                outputs.put_gated(gates_of(tile), sums, PANEL, tiling.first(tile), tiling.height(tile), column);
+            });
+        } else {
+            block_sums<Panel>(panel, panel + 1, begin, end, [&](const float* sums, int64_t tile) {
+                outputs.put(sums, PANEL, tiling.first(tile), tiling.height(tile), column);
+            });
+        }
+    }
+
+    // Calls `put` with the sums [height][PANEL] of each tile and the matrix' panel `index`; `next` is the panel that
+    // follows.
+    template <typename Panel, typename Put>
+    void block_sums(int64_t index, int64_t next, int64_t begin, int64_t end, Put put) const {
         if constexpr (IN_REGISTERS)
-            stream_block<Panel>(panel, begin, end);
+            stream_block<Panel>(index, next, begin, end, put);
         else
-            widen_block<Panel>(panel, begin, end);
+            widen_block<Panel>(index, begin, end, put);
     }
 
     template <int R, typename Panel>
     void stream_panels() const {
         constexpr bool ALONE = Panel::IS_COMPRESSED && (R > 2 || !IN_REGISTERS);  // decoding takes registers
-        constexpr int P = ALONE ? 1 : panels_abreast(R);
+        constexpr int MOST = ALONE ? 1 : panels_abreast(R);
+        if (MOST == 4 && longest_share(3) < longest_share(4))
+            stream_groups<R, std::min(MOST, 3), Panel>();
+        else
+            stream_groups<R, MOST, Panel>();
+    }
+
+    // How many panels a thread of the team multiplies at most, where they are taken so many at a time.
+    int64_t longest_share(int64_t abreast) const {
+        const int64_t groups = (panels + abreast - 1) / abreast, threads = omp_get_num_threads();
+        return (groups + threads - 1) / threads * abreast;
+    }
+
+    template <int R, int P, typename Panel>
+    void stream_groups() const {
         // Guided: what a thread takes lies in one piece, and the last pieces are small.
 #pragma omp for schedule(guided, 1)
         for (int64_t group = 0; group < (panels + P - 1) / P; group++) {
@@ -259,24 +300,39 @@ class Product {
         }
     }
 
+    // P panels of what is written, of all rows.
     template <int R, int P, typename Panel>
     void stream_group(int64_t first) const {
-        Panel group[P];
-        for (int p = 0; p < P; p++) group[p] = Panel(matrix, first + p);
-        stream_tile<R, P>(group, first, 0, OwnLines<P>{pairs});
+        alignas(64) float sums[WIDTHS][R * P * PANEL];
+        if constexpr (GATED) {
+            group_sums<R, P, Panel>(first, panels, sums[0]);
+            group_sums<R, P, Panel>(panels + first, P - panels, sums[1]);
+            outputs.put_gated(sums[0], sums[1], P * PANEL, 0, R, first * PANEL);
+        } else {
+            group_sums<R, P, Panel>(first, P, sums[0]);
+            outputs.put(sums[0], P * PANEL, 0, R, first * PANEL);
+        }
     }
 
-    template <int R, int P, typename Panel, typename Coming>
-    void stream_tile(const Panel* group, int64_t first, int64_t tile, Coming coming) const {
-        alignas(64) float sums[R * P * PANEL];
-        stream<R, P>(packed_rows(tile), group, pairs, coming, sums);
-        outputs.put(sums, P * PANEL, tiling.first(tile), R, first * PANEL);
+    // sums [R][P * PANEL] of P panels of the matrix; those that this thread reads next stand so many `further` on.
+    template <int R, int P, typename Panel>
+    void group_sums(int64_t first, int64_t further, float* sums) const {
+        Panel group[P];
+        for (int p = 0; p < P; p++) group[p] = Panel(matrix, first + p);
+        stream<R, P>(packed_rows(0), group, pairs, OwnLines<P>{pairs, further}, sums);
+    }
+
+    template <int R, typename Panel, typename Coming, typename Put>
+    void stream_tile(const Panel& panel, int64_t tile, Coming coming, Put put) const {
+        alignas(64) float sums[R * PANEL];
+        stream<R, 1>(packed_rows(tile), &panel, pairs, coming, sums);
+        put(sums, tile);
     }
 
     // It stays in a near cache, a compressed one as the plain copy that the first tile leaves; the next one comes
     // meanwhile.
-    template <typename Panel>
-    void stream_block(int64_t index, int64_t begin, int64_t end) const {
+    template <typename Panel, typename Put>
+    void stream_block(int64_t index, int64_t next, int64_t begin, int64_t end, Put put) const {
         static thread_local std::vector<uint32_t> memory;
         uint32_t* copy = Panel::IS_COMPRESSED ? kept(memory, pairs * PANEL) : nullptr;
         const PlainPanel<> panel = Panel::IS_COMPRESSED ? PlainPanel<>(copy) : PlainPanel<>(matrix, index);
@@ -285,25 +341,25 @@ class Product {
         for (int64_t part = 0; part < end - begin; part++) {
             const int64_t tile = !turns ? begin + part : part == 0 ? end - 1 : begin + part - 1;
             with_count<TILE>(tiling.height(tile), [&](auto rows) {
-                const Following next = following(matrix, index, part, end - begin);
+                const Following coming = following(matrix, next, part, end - begin);
                 if (part > 0)
-                    stream_tile<rows, 1>(&panel, index, tile, next);
+                    stream_tile<rows>(panel, tile, coming, put);
                 else if constexpr (Panel::IS_COMPRESSED)
-                    stream_first<rows>(CompressedPanel<>(matrix, index, copy), panel, index, tile, next);
+                    stream_first<rows>(CompressedPanel<>(matrix, index, copy), panel, tile, coming, put);
                 else
-                    stream_tile<rows, 1>(&panel, index, tile, OwnLines<>{pairs});
+                    stream_tile<rows>(panel, tile, OwnLines<>{pairs}, put);
             });
         }
     }
 
     // The first tile of a compressed panel, which leaves the plain copy.
-    template <int R>
-    void stream_first(CompressedPanel<> panel, PlainPanel<> copy, int64_t index, int64_t tile, Following next) const {
+    template <int R, typename Put>
+    void stream_first(CompressedPanel<> panel, PlainPanel<> copy, int64_t tile, Following coming, Put put) const {
         if constexpr (R <= MOST_BESIDE) {
-            stream_tile<R, 1>(&panel, index, tile, OwnLines<>{pairs});
+            stream_tile<R>(panel, tile, OwnLines<>{pairs}, put);
         } else {
             decode(panel);
-            stream_tile<R, 1>(&copy, index, tile, next);
+            stream_tile<R>(copy, tile, coming, put);
         }
     }
 
@@ -319,8 +375,8 @@ class Product {
     }
 
     // It is widened for all of them.
-    template <typename Panel>
-    void widen_block(int64_t index, int64_t begin, int64_t end) const {
+    template <typename Panel, typename Put>
+    void widen_block(int64_t index, int64_t begin, int64_t end, Put put) const {
         static thread_local std::vector<float> memory;
         float* wide = kept(memory, (DEPTH + BLOCK) * PANEL);
         float* sums = wide + DEPTH * PANEL;
@@ -331,13 +387,12 @@ class Product {
             bool last = k + depth == 2 * pairs;
             for (int64_t tile = begin; tile < end; tile++) {
                 float* here = sums + (tile - begin) * TILE * PANEL;
-                int64_t height = tiling.height(tile);
-                with_count<TILE>(height, [&](auto rows) {
+                with_count<TILE>(tiling.height(tile), [&](auto rows) {
                     multiply<rows>(packed_rows(tile) + k * rows, wide, depth, here, k > 0, panel.address(),
                                    Panel::INPUT_BYTES);
                 });
                 // At once: what is written leaves for memory while the next tile is computed.
-                if (last) outputs.put(here, PANEL, tiling.first(tile), height, index * PANEL);
+                if (last) put(here, tile);
             }
         }
     }
@@ -347,7 +402,14 @@ class Product {
 
 template <typename T>
 void multiply_bfloat16(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed) {
-    Product<T>(matrix, x, out, rows, packed).run();
+    Product<T, false>(matrix, x, out, rows, packed).run();
+}
+
+bool gates_in_panels(const Matrix& matrix) { return !matrix.bias && matrix.columns % (2 * PANEL) == 0; }
+
+template <typename T>
+void gate_bfloat16(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed) {
+    Product<T, true>(matrix, x, out, rows, packed).run();
 }
 
 namespace {
@@ -365,6 +427,7 @@ void matmul(const Matrix& matrix, const T* x, T* out, int64_t rows, int num_thre
 
 #define BATON_MATMUL_BFLOAT16(NAME, T)                                                       \
     template void baton::multiply_bfloat16<T>(const Matrix&, const T*, T*, int64_t, float*); \
+    template void baton::gate_bfloat16<T>(const Matrix&, const T*, T*, int64_t, float*);     \
     extern "C" void NAME(const T* x, const baton::Matrix* matrix, T* out, int64_t rows,      \
                          int64_t num_threads) {                                              \
         baton::matmul(*matrix, x, out, rows, static_cast<int>(num_threads));                 \

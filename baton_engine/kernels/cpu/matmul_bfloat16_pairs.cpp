@@ -144,7 +144,7 @@ class PairProduct {
             if (matrix.codes) return multiply(CompressedPanel<true>(matrix, panel), Following{});
             return multiply(PlainPanel<true>(matrix, panel), Following{});
         }
-        const Following next = following(matrix, panel, part, parts);
+        const Following next = following(matrix, panel + 1, part, parts);
         if (!matrix.codes) return multiply(PlainPanel<>(matrix, panel), next);
         if (part == 0) return multiply(CompressedPanel<>(matrix, panel, copy), next);
         multiply(PlainPanel<>(copy), next);

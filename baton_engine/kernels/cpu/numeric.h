@@ -112,6 +112,14 @@ inline void store(bfloat16* to, Vec value) {
 }
 inline Vec splat(float value) { return value - Vec{}; }
 
+// As it is once it has been written as T.
+template <typename T>
+inline Vec rounded(Vec value) {
+    T memory[LANES];
+    store(memory, value);
+    return load(memory);
+}
+
 // sum += a * b, in the register that holds the sum: where there are few, GCC 12 writes it over `a`, runs out of them, and
 // has sums go by the stack.
 inline void add_product(Vec& sum, Vec a, Vec b) {

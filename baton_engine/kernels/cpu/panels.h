@@ -200,12 +200,12 @@ struct Following {
     }
 };
 
-// A tile's share of the panel after `panel`: that of tile `part` of `parts`.
-inline Following following(const Matrix& matrix, int64_t panel, int64_t part, int64_t parts) {
+// A tile's share of the panel `next`: that of tile `part` of `parts`.
+inline Following following(const Matrix& matrix, int64_t next, int64_t part, int64_t parts) {
     const int64_t pairs = pairs_of(matrix);
     const int64_t input_bytes = matrix.codes ? CompressedPanel<>::INPUT_BYTES : PlainPanel<>::INPUT_BYTES;
     const int64_t lines = 2 * pairs * input_bytes / 64;
-    return {static_cast<const char*>(matrix.weight) + ((panel + 1) * lines + part * lines / parts) * 64,
+    return {static_cast<const char*>(matrix.weight) + (next * lines + part * lines / parts) * 64,
             (lines << 16) / (pairs * parts)};
 }
 

@@ -25,12 +25,17 @@ struct Matrix {
 // `packed_floats(rows, inputs)` of tiles.h; no thread uses it any more when the product returns.
 template <typename T>
 void multiply_bfloat16(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed);
+// out [rows][columns / 2] = silu of the first half of the product's columns times the second half: what
+// `multiply_bfloat16` and `silu_mul` give, without writing what lies between them. Where `gates_in_panels`: whole panels
+// and no bias.
+bool gates_in_panels(const Matrix& matrix);
+template <typename T>
+void gate_bfloat16(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed);
 // x is multiplied as bfloat16, by a processor with avx512_bf16; `packed` is only used where inputs are odd.
 template <typename T>
 void multiply_pairs(const Matrix& matrix, const bfloat16* x, T* out, int64_t rows, float* packed);
-// out [rows][columns / 2] = silu of the first half of the product's columns times the second half: what `multiply_pairs`
-// and `silu_mul` give, without writing what lies between them. What is too small to be normal is zero, for which the
-// next product takes it in any case. Where `gates_in_pairs`: for many rows, whole panels and no bias.
+// As `gate_bfloat16`. What is too small to be normal is zero, for which the next product takes it in any case. Where
+// `gates_in_pairs`: for many rows, even inputs, whole panels and no bias.
 bool gates_in_pairs(const Matrix& matrix, int64_t rows);
 void gate_pairs(const Matrix& matrix, const bfloat16* x, bfloat16* out, int64_t rows);
 // As `multiply_pairs`, by a processor with AMX, whose process asked Linux for tiles; the weights lie in panels of
@@ -40,7 +45,10 @@ void multiply_tiles(const Matrix& matrix, const bfloat16* x, T* out, int64_t row
 template <typename T>
 void multiply_int8(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed);
 
-// out = norm(x) * weight; with a residual, x is first added to it in place and the sum is what is normalised.
+// out = norm(x) * weight; with a residual, x is first added to it in place and the sum is what is normalised. Of one row,
+// by the thread that calls it.
+template <typename T>
+void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t hidden, float eps);
 template <typename T>
 void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, int64_t hidden, float eps);
 
@@ -59,9 +67,10 @@ struct Rotation {
     float eps;
 };
 
-// Splits each token's queries, keys and values; rotates the first two; writes keys and values into their pages.
+// Splits each token's queries, keys and values; rotates the first two; writes keys and values into their pages. Unless
+// it `waits`, a thread may read only what it wrote itself: of one token, what `attend_alone` reads.
 template <typename T, typename K>
-void rotate_and_store(const Rotation<T, K>& rotation, const T* qkv, T* query, int64_t tokens);
+void rotate_and_store(const Rotation<T, K>& rotation, const T* qkv, T* query, int64_t tokens, bool waits);
 
 // Queries that a thread takes at once: of row `row` up to `tile_tokens()` tokens, from its token `first` on.
 struct QueryTile {
@@ -91,5 +100,8 @@ struct Attention {
 // Attends for the queries of these tiles; the rest of `out` stays as it is.
 template <typename T, typename K>
 void attend(const Attention<T, K>& call, const std::vector<QueryTile>& tiles);
+// The same for one token of the step, or none: each thread for those heads that `rotate_and_store` gave it.
+template <typename T, typename K>
+void attend_alone(const Attention<T, K>& call, bool is_wanted);
 
 }  // namespace baton
