@@ -31,26 +31,26 @@ def greedy_tokens(scores: torch.Tensor) -> torch.Tensor:
     Returns:
         `[num_rows]` int64 on the device.
     """
-    in_pieces = scores.device.type == "cuda" and scores.shape[1] % _PIECES == 0
-    highest, tokens = likeliest(scores, _PIECES if in_pieces else 1)
+    highest, tokens = likeliest(scores)
     # One not-a-number makes the maximum one. Told on the device: it comes to the host with the tokens.
     return tokens.where(highest.isfinite(), NO_TOKEN)
 
 
-def likeliest(scores: torch.Tensor, pieces: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The highest of each row of `scores` `[num_rows, vocab]`, and where it stands first.
-
-    Args:
-        scores: A row's maximum is not a number where one of its scores is none.
-        pieces: Of a row, that a GPU looks at at once: a block of threads for a whole row leaves most of it idle.
-            Divides the vocabulary.
-
-    Returns:
-        Each `[num_rows]`.
+def likeliest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest of each row of `scores` `[num_rows, vocab]`, which is not a number where one of them is none, and where
+    it stands first; each `[num_rows]`.
     """
-    if pieces == 1:
-        whole, first = scores.max(-1)
-        return whole, first
+    if scores.device.type == "cpu":
+        # torch's own search takes a processor 15 times as long.
+        places = torch.from_numpy(scores.numpy().argmax(-1))
+        return scores.gather(1, places[:, None])[:, 0], places
+    return likeliest_in_pieces(scores, 1 if scores.shape[1] % _PIECES else _PIECES)
+
+
+def likeliest_in_pieces(scores: torch.Tensor, pieces: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for a GPU, which looks at so many pieces of a row at once: a block of threads for a whole row leaves most
+    of it idle. They divide the vocabulary.
+    """
     size = scores.shape[1] // pieces
     of_pieces, within = scores.view(-1, pieces, size).max(-1)
     highest, piece = of_pieces.max(-1, keepdim=True)

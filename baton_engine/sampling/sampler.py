@@ -18,6 +18,7 @@ from baton_engine.sampling.draws import (
     collect_random,
     draw_with_torch,
     greedy_tokens,
+    likeliest,
 )
 from baton_engine.sampling.logprobs import logprob_table, read_logprobs
 from baton_engine.sampling.masks import late_masks
@@ -116,17 +117,12 @@ class Sampler:
     def _tokens(self, scores: torch.Tensor, asked: "_Asked") -> tuple[torch.Tensor, torch.Tensor]:
         """Of each draw, `[num_draws]`: its token, int64, and whether it means anything, bool."""
         row_of, random = asked.row_of.tensor, asked.random
-        if random is not None and len(random.places.tensor) == len(scores):
-            # To find where it is, too, takes a CPU ten times as long.
-            highest = scores.amax(-1, keepdim=True)
-            tokens = torch.empty_like(row_of)
-        else:
-            highest, best = scores.max(-1, keepdim=True)
-            tokens = best[row_of, 0]
+        highest, best = likeliest(scores)
+        tokens = best[row_of]
         if random is not None:
-            drawn = self._draw(scores, highest, random).flatten()
+            drawn = self._draw(scores, highest[:, None], random).flatten()
             tokens[random.draws.tensor] = drawn[random.drawn.tensor]
-        return tokens, highest[row_of, 0].isfinite()
+        return tokens, highest[row_of].isfinite()
 
 
 def _wants_the_likeliest(row: Row) -> bool:

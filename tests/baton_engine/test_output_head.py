@@ -17,7 +17,7 @@ from baton_engine.models import linear
 from baton_engine.models.config import load_spec
 from baton_engine.models.linear import Projection, pack_head
 from baton_engine.models.loader import load_decoder
-from baton_engine.sampling.draws import greedy_tokens, likeliest
+from baton_engine.sampling.draws import greedy_tokens, likeliest, likeliest_in_pieces
 from tests.baton_engine.tiny_models import make_model
 from tests.baton_engine.triton_cases import kernels, needs_triton
 
@@ -148,16 +148,16 @@ def test_a_model_of_bfloat16_scores_in_float32(tmp_path, tie: bool, fixed_rows: 
     assert not torch.equal(logits, logits.bfloat16().float())
 
 
-@pytest.mark.parametrize("pieces", [2, 8, 40])
+@pytest.mark.parametrize("pieces", [1, 2, 8, 40])
 def test_the_likeliest_is_the_same_in_pieces(pieces):
-    """Also among equals, of a row that is not finite, and of an infinite one."""
+    """As on a GPU. Also among equals, of a row that is not finite, and of an infinite one."""
     scores = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     scores[1] = 3.0
     scores[2, 7] = scores[2, 33] = 9.0
     scores[3, 21] = torch.nan
     scores[4, 30] = torch.inf
-    whole, tokens = likeliest(scores, 1)
-    highest, found = likeliest(scores, pieces)
+    whole, tokens = likeliest(scores)
+    highest, found = likeliest_in_pieces(scores, pieces)
     assert torch.equal(highest.nan_to_num(nan=-1.0), whole.nan_to_num(nan=-1.0))
     assert found.tolist() == tokens.tolist()
     assert found.tolist()[1:3] == [0, 7]
