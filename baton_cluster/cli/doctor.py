@@ -33,7 +33,13 @@ from baton.errors import ConfigError, UnavailableError
 from baton_cluster.cli import status
 from baton_cluster.cli.router_control import configured_dir, of_environment
 from baton_cluster.launch import listener
-from baton_cluster.launch.machine import huge_pages, memory_limit_bytes, usable_cores
+from baton_cluster.launch.machine import (
+    HUGE_PAGES_SWITCH,
+    huge_pages,
+    memory_limit_bytes,
+    shared_huge_pages,
+    usable_cores,
+)
 from baton_cluster.launch.runtime_dir import (
     ROUTER_SOCKET,
     RuntimeDir,
@@ -291,12 +297,12 @@ def check_dev_shm() -> Finding:
 def check_huge_pages() -> Finding:
     """Large arenas have fewer page-table misses with them."""
     free, configured = huge_pages()
-    switch = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    mode = switch.read_text() if switch.is_file() else ""
-    chosen = mode.partition("[")[2].partition("]")[0] or "unknown"
-    return _ok(
-        "huge pages", f"{free} of {configured} free; transparent for shared memory: {chosen}"
-    )
+    chosen = shared_huge_pages()
+    found = f"{free} of {configured} free; transparent for shared memory: {chosen}"
+    if chosen in {"never", "deny"}:
+        advice = f"KV in host memory may be handed over faster with: echo advise > {HUGE_PAGES_SWITCH}"
+        return _warn("huge pages", found, advice)
+    return _ok("huge pages", found)
 
 
 def check_compiled_code() -> Finding:

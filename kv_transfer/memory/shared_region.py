@@ -25,8 +25,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _CGROUP_UNLIMITED = 1 << 60
 _MOST_POPULATED_BYTES = 16 << 30
 _POPULATED_AT_ONCE_BYTES = 16 << 20
-_MADV_POPULATE_WRITE = 23
-"""Since Linux 5.14; unknown to `mmap`."""
+_MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
+"""Since Linux 5.14 and 6.1; unknown to `mmap`."""
 
 
 class SharedRegion:
@@ -123,14 +123,17 @@ class SharedRegion:
     def _populate(self) -> None:
         """Without this the first push to every page of a peer would pay for a page fault. Nobody waits for it: it takes
         from 80 ms per GiB up to some seconds, in a virtual machine whose host gives the memory only now.
+
+        Where the system gives huge pages to shared memory that asks for them, it moves the region into these, with which
+        pages of KV are read and handed over faster (`docs/guides/kubernetes.md`): three seconds per GiB.
         """
         libc = ctypes.CDLL(None)
         first = ctypes.c_char.from_buffer(self._mapping)
         for offset in range(0, len(self._mapping), _POPULATED_AT_ONCE_BYTES):
             # In pieces, for whatever else changes this process's mappings waits for each.
             length = min(_POPULATED_AT_ONCE_BYTES, len(self._mapping) - offset)
-            place = ctypes.c_void_p(ctypes.addressof(first) + offset)
-            if libc.madvise(place, ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+            piece = ctypes.c_void_p(ctypes.addressof(first) + offset), ctypes.c_size_t(length)
+            if libc.madvise(*piece, _MADV_COLLAPSE) and libc.madvise(*piece, _MADV_POPULATE_WRITE):
                 self._view[offset : offset + length : mmap.PAGESIZE].tobytes()  # an older kernel
             if self._closed.is_set():
                 return

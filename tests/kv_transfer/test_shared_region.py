@@ -9,6 +9,9 @@ from kv_transfer.memory import shared_region
 from kv_transfer.memory.shared_region import SharedRegion, available_bytes
 from tests.waits import eventually
 
+_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+HUGE_PAGES = _SWITCH.read_text() if _SWITCH.is_file() else ""
+
 
 def test_a_region_is_zeroed_and_writable():
     region = SharedRegion.create(8192)
@@ -66,7 +69,20 @@ def test_a_regions_page_faults_are_taken_in_the_background():
     size = 40 << 20
     region = SharedRegion.create(size)
     try:
-        eventually(lambda: size in _resident_bytes())
+        eventually(lambda: size in _mapped_bytes("Rss"))
+    finally:
+        region.close()
+
+
+@pytest.mark.skipif(
+    not {"[advise]", "[within_size]", "[always]"} & set(HUGE_PAGES.split()),
+    reason=f"shared memory gets no huge pages here: shmem_enabled is {HUGE_PAGES or 'not there'}",
+)
+def test_a_region_gets_huge_pages_where_the_system_gives_them():
+    size = 40 << 20
+    region = SharedRegion.create(size)
+    try:
+        eventually(lambda: size in _mapped_bytes("ShmemPmdMapped"))
     finally:
         region.close()
 
@@ -79,10 +95,10 @@ def test_a_region_may_be_closed_while_its_page_faults_are_taken():
     assert not [thread for thread in threading.enumerate() if thread.name == "populate"]
 
 
-def _resident_bytes() -> list[int]:
-    """What this process has mapped in of each region."""
+def _mapped_bytes(field: str) -> list[int]:
+    """What this process has mapped in of each region, as smaps counts it."""
     told = Path("/proc/self/smaps").read_text().split("memfd:baton-kv")[1:]
-    return [int(one.partition("Rss:")[2].split()[0]) * 1024 for one in told]
+    return [int(one.partition(f"{field}:")[2].split()[0]) * 1024 for one in told]
 
 
 @pytest.mark.parametrize(
