@@ -1,10 +1,12 @@
 """The load generator against a server that speaks just enough SSE."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
+from bench.harness import load
 from bench.harness.load import Load, run_load, run_under
 from bench.harness.report import Report
 from tests.bench.conftest import Served
@@ -39,6 +41,20 @@ async def test_what_a_server_refuses_or_breaks_off_is_an_error_with_its_words(
     with pytest.raises(ExceptionGroup) as broken:
         await run_load(served.url, "bench", LOAD, seed=1)
     assert "HTTP 200: peer closed connection" in str(broken.value.exceptions[0])
+
+
+async def test_an_answer_that_does_not_come_is_an_error_that_names_the_limit(monkeypatch) -> None:
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    monkeypatch.setattr(load, "_TIMEOUT_S", 0.2)
+    async with await asyncio.start_server(swallow, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        with pytest.raises(ExceptionGroup) as caught:
+            await run_load(f"http://{host}:{port}", "bench", LOAD, seed=1)
+    message = f"no whole answer from {host}:{port} within 0.2 s"
+    assert [str(error) for error in caught.value.exceptions] == [message] * 2
 
 
 def test_a_report_says_where_its_figures_come_from(tmp_path: Path) -> None:
