@@ -122,8 +122,8 @@ def _show(findings: list[Finding], *, stopped: bool) -> None:
         console.print("\nA cluster can run here.")
 
 
-def _ok(name: str, found: str) -> Finding:
-    return Finding(name=name, verdict=Verdict.OK, found=found)
+def _ok(name: str, found: str, advice: str = "") -> Finding:
+    return Finding(name=name, verdict=Verdict.OK, found=found, advice=advice)
 
 
 def _warn(name: str, found: str, advice: str) -> Finding:
@@ -300,8 +300,10 @@ def check_huge_pages() -> Finding:
     chosen = shared_huge_pages()
     found = f"{free} of {configured} free; transparent for shared memory: {chosen}"
     if chosen in {"never", "deny"}:
-        advice = f"KV in host memory may be handed over faster with: echo advise > {HUGE_PAGES_SWITCH}"
-        return _warn("huge pages", found, advice)
+        advice = (
+            f"KV in host memory may be handed over faster after echo advise > {HUGE_PAGES_SWITCH}"
+        )
+        return _ok("huge pages", found, advice)
     return _ok("huge pages", found)
 
 

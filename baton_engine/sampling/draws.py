@@ -44,12 +44,15 @@ def likeliest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # torch's own search takes a processor 15 times as long.
         places = torch.from_numpy(scores.numpy().argmax(-1))
         return scores.gather(1, places[:, None])[:, 0], places
-    return likeliest_in_pieces(scores, 1 if scores.shape[1] % _PIECES else _PIECES)
+    if scores.shape[1] % _PIECES:
+        highest, places = scores.max(-1)
+        return highest, places
+    return likeliest_in_pieces(scores, _PIECES)
 
 
 def likeliest_in_pieces(scores: torch.Tensor, pieces: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for a GPU, which looks at so many pieces of a row at once: a block of threads for a whole row leaves most
-    of it idle. They divide the vocabulary.
+    """The same by `pieces` of each row, which must divide the vocabulary: a GPU gives each a block of threads, and one
+    for a whole row leaves most of it idle.
     """
     size = scores.shape[1] // pieces
     of_pieces, within = scores.view(-1, pieces, size).max(-1)

@@ -154,7 +154,9 @@ async def _request(
         async with asyncio.timeout(_TIMEOUT_S):
             pieces = await _exchange(server, asked)
     except TimeoutError as error:
-        raise TimeoutError(f"no whole answer from {server.netloc} within {_TIMEOUT_S:g} s") from error
+        raise TimeoutError(
+            f"no whole answer from {server.netloc} within {_TIMEOUT_S:g} s"
+        ) from error
     arrivals, generated = _read(_answered(connection, pieces))
     if generated != output_tokens:
         raise RuntimeError(f"{generated} tokens generated, {output_tokens} asked")

@@ -27,6 +27,7 @@ _MOST_POPULATED_BYTES = 16 << 30
 _POPULATED_AT_ONCE_BYTES = 16 << 20
 _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
 """Since Linux 5.14 and 6.1; unknown to `mmap`."""
+_HUGE_PAGES_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 class SharedRegion:
@@ -35,9 +36,10 @@ class SharedRegion:
     Closing drops the descriptor and this mapping; views that others still hold keep the memory alive until they go.
     """
 
-    def __init__(self, fd: int, size_bytes: int) -> None:
+    def __init__(self, fd: int, size_bytes: int, *, wants_huge_pages: bool = False) -> None:
         """Maps `fd` and takes ownership of it; use `create` or `attach`."""
         self._fd = fd
+        self._wants_huge_pages = wants_huge_pages
         self._mapping = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED)
         self._view = memoryview(self._mapping)
         self._closed = threading.Event()
@@ -61,9 +63,12 @@ class SharedRegion:
             raise _out_of_memory(size_bytes, available, setting)
         fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.ftruncate(
+                fd, size_bytes
+            )  # before memory is taken, which by its size may be in huge pages
             os.posix_fallocate(fd, 0, size_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls(fd, size_bytes)
+            return cls(fd, size_bytes, wants_huge_pages=_grants_huge_pages())
         except OSError as error:
             os.close(fd)
             if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
@@ -124,8 +129,9 @@ class SharedRegion:
         """Without this the first push to every page of a peer would pay for a page fault. Nobody waits for it: it takes
         from 80 ms per GiB up to some seconds, in a virtual machine whose host gives the memory only now.
 
-        Where the system gives huge pages to shared memory that asks for them, it moves the region into these, with which
-        pages of KV are read and handed over faster (`docs/guides/kubernetes.md`): three seconds per GiB.
+        Where the host gives huge pages to shared memory that asks for them, what of the region fills such pages is moved
+        into them first, three seconds per GiB, since KV in them is read and handed over faster
+        (`docs/guides/kubernetes.md`). Only its owner asks: they are charged to the cgroup of whoever does.
         """
         libc = ctypes.CDLL(None)
         first = ctypes.c_char.from_buffer(self._mapping)
@@ -133,10 +139,20 @@ class SharedRegion:
             # In pieces, for whatever else changes this process's mappings waits for each.
             length = min(_POPULATED_AT_ONCE_BYTES, len(self._mapping) - offset)
             piece = ctypes.c_void_p(ctypes.addressof(first) + offset), ctypes.c_size_t(length)
-            if libc.madvise(*piece, _MADV_COLLAPSE) and libc.madvise(*piece, _MADV_POPULATE_WRITE):
+            if self._wants_huge_pages:
+                libc.madvise(*piece, _MADV_COLLAPSE)
+            if libc.madvise(*piece, _MADV_POPULATE_WRITE):
                 self._view[offset : offset + length : mmap.PAGESIZE].tobytes()  # an older kernel
             if self._closed.is_set():
                 return
+
+
+def _grants_huge_pages() -> bool:
+    """Whether this host gives them to shared memory that asks, and to no other."""
+    try:
+        return "[advise]" in _HUGE_PAGES_SWITCH.read_text()
+    except OSError:
+        return False
 
 
 def available_bytes() -> int:

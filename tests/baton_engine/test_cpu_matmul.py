@@ -189,10 +189,17 @@ def test_a_wide_result_is_not_rounded(inputs, outputs, dtype):
 @needs_panels
 @DTYPES
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
-@pytest.mark.parametrize(("inputs", "compressed"), [(576, False), (576, True), (577, False)])
-def test_the_bits_do_not_depend_on_how_threads_divide_the_work(inputs, compressed, threads, dtype):
-    """With more threads than cores some fall behind, and others may take panels of their rows."""
-    product = BFloat16Panels.pack(_weight(300, inputs), None, compressed=compressed)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "compressed"),
+    [(300, 576, False), (300, 576, True), (300, 577, False), (96, 576, False), (96, 576, True)],
+)
+def test_the_bits_do_not_depend_on_how_threads_divide_the_work(
+    outputs, inputs, compressed, threads, dtype
+):
+    """With more threads than cores some fall behind, and others may take panels of their rows. A row takes three panels
+    of 96 columns abreast where that divides them evenly, else four.
+    """
+    product = BFloat16Panels.pack(_weight(outputs, inputs), None, compressed=compressed)
     x = torch.randn(600, inputs).to(dtype)
     of_each = torch.cat([product(row[None]) for row in x])
     before = torch.get_num_threads()

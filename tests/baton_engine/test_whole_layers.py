@@ -120,6 +120,22 @@ def test_whole_layers_give_the_bits_of_their_parts(tmp_path, family, kind, dtype
         assert all(map(torch.equal, _run(whole, rows, Recorder()), apart))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_tokens_have_the_same_bits_by_any_number_of_threads(tmp_path, kind, threads):
+    """More than there are KV heads, too."""
+    whole = _decoder(tmp_path, "llama", kind)
+    parts = replace(whole, whole_layers=None)
+    expected = [_run(parts, rows) for rows in FEW_ROWS]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows, apart in zip(FEW_ROWS, expected, strict=True):
+            assert all(map(torch.equal, _run(whole, rows), apart))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gates_that_fill_no_whole_panels_give_the_bits_of_the_parts_too(tmp_path, kind, dtype):

@@ -86,8 +86,9 @@ void attend(const Attention<T, K>& call, const std::vector<QueryTile>& tiles) {
 }
 
 template <typename T, typename K>
-void attend_alone(const Attention<T, K>& call, bool is_wanted) {
+void attend_one_token(const Attention<T, K>& call, bool is_wanted) {
     Scratch& scratch = scratch_of(call);
+    // As many rounds, by the same schedule, as in `rotate_and_store`: OpenMP gives a thread the same ones of both.
 #pragma omp for schedule(static)
     for (int64_t head = 0; head < call.num_kv_heads; head++)
         if (is_wanted) attend_tile(call, scratch, 0, head, 0, 1);
@@ -98,7 +99,7 @@ void attend_alone(const Attention<T, K>& call, bool is_wanted) {
 #define BATON_PAGED_ATTENTION(NAME, T, K)                                                          \
     template struct baton::Attention<T, K>;                                                        \
     template void baton::attend<T, K>(const Attention<T, K>&, const std::vector<QueryTile>&);      \
-    template void baton::attend_alone<T, K>(const Attention<T, K>&, bool);                         \
+    template void baton::attend_one_token<T, K>(const Attention<T, K>&, bool);                     \
     extern "C" void NAME(const T* query, const K* pages, const int32_t* query_starts,              \
                          const int32_t* context_lens, const int32_t* block_tables, T* out,         \
                          int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,                \

@@ -93,6 +93,7 @@ void rotate_and_store(const Rotation<T, K>& with, const T* qkv, T* query, int64_
     const int64_t line = (heads + 2 * kv_heads) * head_dim, half_page = with.block_tokens * head_dim;
     static thread_local std::vector<float> wide;
     wide.resize(head_dim);
+    // For one token as many rounds, by the same schedule, as in `attend_one_token`.
 #pragma omp for schedule(static) nowait
     for (int64_t item = 0; item < tokens * kv_heads; item++) {
         const int64_t token = item / kv_heads, head = item % kv_heads, turn = token * head_dim / 2;

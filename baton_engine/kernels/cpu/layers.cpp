@@ -76,9 +76,9 @@ struct Workspace {
     }
 };
 
-// What is added up and normed between the products: the team's, or with few tokens each thread's own.
+// The residual stream and its norms, which the products read: the team's, or with few tokens each thread's own.
 template <typename T>
-struct Sums {
+struct Normed {
     T *residual, *normed;
     bool own;
 };
@@ -91,11 +91,11 @@ class Layers {
 
     // Called by every thread of a team.
     void run(const Layer* layers, int64_t first, int64_t end, int64_t last) {
-        Sums<T> sums = first_sums();
-        for (int64_t index = first; index < end; index++) run(layers[index], index == last, sums);
-        if (sums.own) {
+        Normed<T> at_hand = begin();
+        for (int64_t index = first; index < end; index++) run(layers[index], index == last, at_hand);
+        if (at_hand.own) {
 #pragma omp master
-            std::copy_n(sums.residual, step.tokens * shape.hidden, static_cast<T*>(step.residual));
+            std::copy_n(at_hand.residual, step.tokens * shape.hidden, static_cast<T*>(step.residual));
         }
     }
 
@@ -106,31 +106,31 @@ class Layers {
     Attention<T, K> call;
     std::vector<QueryTile> tiles;
 
-    // With the last layer the `sums` become those of the tokens that are of use.
-    void run(const Layer& layer, bool last, Sums<T>& sums) {
+    // With the last layer what is `at_hand` becomes that of the tokens that are of use, and the team's.
+    void run(const Layer& layer, bool last, Normed<T>& at_hand) {
         T *x = static_cast<T*>(step.x), *query = at.query;
-        blocks(step.tokens, [&](int64_t from, int64_t count) { project(layer, x, sums, from, count); });
+        blocks(step.tokens, [&](int64_t from, int64_t count) { project(layer, x, at_hand, from, count); });
         attend(layer, last);
         int64_t tokens = step.tokens;
         if (last) {
             T* residual = static_cast<T*>(step.logit_residual);
-            select(sums.residual, residual, shape.hidden);
+            select(at_hand.residual, residual, shape.hidden);
             select(query, at.logit_query, shape.queries());
-            sums = {residual, at.normed, false};
+            at_hand = {residual, at.normed, false};
             tokens = step.logits, x = static_cast<T*>(step.logit_x), query = at.logit_query;
         }
         blocks(tokens, [&](int64_t from, int64_t count) {
             multiply(layer.output, query + from * shape.queries(), x + from * shape.hidden, count, step.tokens);
         });
-        blocks(tokens, [&](int64_t from, int64_t count) { feed_forward(layer, x, sums, from, count); });
+        blocks(tokens, [&](int64_t from, int64_t count) { feed_forward(layer, x, at_hand, from, count); });
     }
 
-    // Those that every thread has for itself begin as a copy of what the step has.
-    Sums<T> first_sums() const {
+    // What every thread has for itself begins as a copy of what the step has.
+    Normed<T> begin() const {
         T* residual = static_cast<T*>(step.residual);
         const int64_t size = step.tokens * shape.hidden;
         if (size > NORMED_ALONE) return {residual, at.normed, false};
-        static thread_local T memory[2 * NORMED_ALONE + 2 * LANES];  // more than is read beyond the end
+        alignas(64) static thread_local T memory[2 * NORMED_ALONE];
         std::copy_n(residual, size, memory);
         return {memory, memory + NORMED_ALONE, true};
     }
@@ -142,9 +142,11 @@ class Layers {
         here.pages = static_cast<K*>(layer.pages);
         here.window = layer.window;
         if (is_one_token())
-            attend_alone(here, !last || step.logits > 0);
+            attend_one_token(here, !last || step.logits > 0);
+        else if (last)
+            baton::attend(here, call.tiles_with(step.logit_tokens, step.logits, tiles));
         else
-            baton::attend(here, last ? call.tiles_with(step.logit_tokens, step.logits, tiles) : tiles);
+            baton::attend(here, tiles);
     }
 
     Attention<T, K> attention() const {
@@ -181,10 +183,10 @@ class Layers {
     }
 
     // Queries of a block's tokens, and their keys and values in the pages.
-    void project(const Layer& layer, const T* x, const Sums<T>& sums, int64_t from, int64_t count) {
+    void project(const Layer& layer, const T* x, const Normed<T>& at_hand, int64_t from, int64_t count) {
         const int64_t turn = from * shape.head_dim / 2;
-        norm(x, layer.input_norm, sums, from, count);
-        multiply(layer.qkv, sums.normed, at.wide, count);
+        norm(x, layer.input_norm, at_hand, from, count);
+        multiply(layer.qkv, at_hand.normed, at.wide, count);
         Rotation<T, K> rotation{step.cos + turn, step.sin + turn, static_cast<const T*>(layer.query_norm),
                              static_cast<const T*>(layer.key_norm), static_cast<K*>(layer.pages),
                              step.slots + from, shape.heads, shape.kv_heads, shape.head_dim,
@@ -192,20 +194,21 @@ class Layers {
         rotate_and_store(rotation, at.wide, at.query + from * shape.queries(), count, !is_one_token());
     }
 
-    void feed_forward(const Layer& layer, T* x, const Sums<T>& sums, int64_t from, int64_t count) {
-        norm(x, layer.post_norm, sums, from, count);
-        gate(layer.gate_up, sums.normed, count);
+    void feed_forward(const Layer& layer, T* x, const Normed<T>& at_hand, int64_t from, int64_t count) {
+        norm(x, layer.post_norm, at_hand, from, count);
+        gate(layer.gate_up, at_hand.normed, count);
         multiply(layer.down, at.gated, x + from * shape.hidden, count);
     }
 
-    // Adds a block's tokens of x to their sums, and norms these.
-    void norm(const T* x, const void* weight, const Sums<T>& sums, int64_t from, int64_t count) const {
+    // Adds a block's tokens of x to the residual stream, and norms the sums.
+    void norm(const T* x, const void* weight, const Normed<T>& at_hand, int64_t from, int64_t count) const {
         const T* by = static_cast<const T*>(weight);
-        const int64_t hidden = shape.hidden, begin = from * hidden;
-        if (!sums.own)
-            return rms_norm(x + begin, sums.residual + begin, by, sums.normed, count, hidden, shape.norm_eps);
+        const int64_t hidden = shape.hidden;
+        T *residual = at_hand.residual + from * hidden, *normed = at_hand.normed;
+        x += from * hidden;
+        if (!at_hand.own) return rms_norm(x, residual, by, normed, count, hidden, shape.norm_eps);
         for (int64_t row = 0; row < count * hidden; row += hidden)
-            norm_row(x + row, sums.residual + row, by, sums.normed + row, hidden, shape.norm_eps);
+            norm_row(x + row, residual + row, by, normed + row, hidden, shape.norm_eps);
     }
 
     // `x` is normed.

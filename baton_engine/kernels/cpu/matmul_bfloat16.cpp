@@ -135,13 +135,32 @@ void widen(Panel& panel, int64_t pairs, float* wide) {
         }
 }
 
+// Memory of this thread, one for all products: for rows that it packs for itself, the plain copy of a compressed panel, a
+// widened panel with the sums of a block, and a panel's gates.
+float* room_for_rows(int64_t floats) {
+    static thread_local std::vector<float> memory;
+    return kept(memory, floats);
+}
+uint32_t* room_for_copy(int64_t words) {
+    static thread_local std::vector<uint32_t> memory;
+    return kept(memory, words);
+}
+float* room_for_panel(int64_t floats) {
+    static thread_local std::vector<float> memory;
+    return kept(memory, floats);
+}
+float* room_for_gates(int64_t floats) {
+    static thread_local std::vector<float> memory;
+    return kept(memory, floats);
+}
+
 // GATED as `gate_bfloat16`: a panel of gates is followed by that of the values that they let through.
 template <typename T, bool GATED>
 class Product {
    public:
     Product(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed)
-        : matrix(matrix), x(x), outputs{out, matrix.scales, matrix.bias, rows, matrix.columns / WIDTHS},
-          inputs(matrix.inputs), pairs(pairs_of(matrix)), panels(panels_of(matrix) / WIDTHS), tiling{rows, LOW},
+        : matrix(matrix), x(x), outputs{out, matrix.scales, matrix.bias, rows, matrix.columns / FOLD},
+          inputs(matrix.inputs), pairs(pairs_of(matrix)), panels(panels_of(matrix) / FOLD), tiling{rows, LOW},
           packed(packed) {
         const int64_t team = omp_get_num_threads(), tiles = tiling.count();
         const int64_t blocks = round_up((tiles + BLOCK_TILES - 1) / BLOCK_TILES, team);
@@ -162,8 +181,7 @@ class Product {
             for (int64_t tile = 0; tile < tiling.count(); tile++) pack_tile(tile);
         } else if (!lies_packed()) {
             // Every thread packs for itself: none waits, and no line goes to and fro between them.
-            static thread_local std::vector<float> memory;
-            packed = kept(memory, packed_floats(tiling.rows, inputs));
+            packed = room_for_rows(packed_floats(tiling.rows, inputs));
             for (int64_t tile = 0; tile < tiling.count(); tile++) pack_tile(tile);
         }
         if (matrix.codes)
@@ -173,7 +191,7 @@ class Product {
     }
 
    private:
-    static constexpr int64_t WIDTHS = GATED ? 2 : 1;  // of the matrix, to one of what is written
+    static constexpr int64_t FOLD = GATED ? 2 : 1;  // columns of the matrix for each that is written
 
     const Matrix& matrix;
     const T* x;
@@ -246,8 +264,7 @@ class Product {
     void multiply_block(int64_t panel, int64_t begin, int64_t end) const {
         const int64_t column = panel * PANEL;
         if constexpr (GATED) {
-            static thread_local std::vector<float> memory;
-            float* gates = kept(memory, (tiling.first(end) - tiling.first(begin)) * PANEL);
+            float* gates = room_for_gates((tiling.first(end) - tiling.first(begin)) * PANEL);
             auto gates_of = [&](int64_t tile) { return gates + (tiling.first(tile) - tiling.first(begin)) * PANEL; };
             block_sums<Panel>(panel, panels + panel, begin, end, [&](const float* sums, int64_t tile) {
                 std::copy_n(sums, tiling.height(tile) * PANEL, gates_of(tile));
@@ -269,20 +286,21 @@ class Product {
         if constexpr (IN_REGISTERS)
             stream_block<Panel>(index, next, begin, end, put);
         else
-            widen_block<Panel>(index, begin, end, put);
+            widen_block<Panel>(index, next, begin, end, put);
     }
 
     template <int R, typename Panel>
     void stream_panels() const {
         constexpr bool ALONE = Panel::IS_COMPRESSED && (R > 2 || !IN_REGISTERS);  // decoding takes registers
         constexpr int MOST = ALONE ? 1 : panels_abreast(R);
+        // Three where that divides more evenly: 36 panels by two threads are 20 and 16 in fours, and 18 each in threes.
         if (MOST == 4 && longest_share(3) < longest_share(4))
             stream_groups<R, std::min(MOST, 3), Panel>();
         else
             stream_groups<R, MOST, Panel>();
     }
 
-    // How many panels a thread of the team multiplies at most, where they are taken so many at a time.
+    // The most panels that one thread multiplies where all are equally fast and take so many at a time.
     int64_t longest_share(int64_t abreast) const {
         const int64_t groups = (panels + abreast - 1) / abreast, threads = omp_get_num_threads();
         return (groups + threads - 1) / threads * abreast;
@@ -303,7 +321,7 @@ class Product {
     // P panels of what is written, of all rows.
     template <int R, int P, typename Panel>
     void stream_group(int64_t first) const {
-        alignas(64) float sums[WIDTHS][R * P * PANEL];
+        alignas(64) float sums[FOLD][R * P * PANEL];
         if constexpr (GATED) {
             group_sums<R, P, Panel>(first, panels, sums[0]);
             group_sums<R, P, Panel>(panels + first, P - panels, sums[1]);
@@ -333,8 +351,8 @@ class Product {
     // meanwhile.
     template <typename Panel, typename Put>
     void stream_block(int64_t index, int64_t next, int64_t begin, int64_t end, Put put) const {
-        static thread_local std::vector<uint32_t> memory;
-        uint32_t* copy = Panel::IS_COMPRESSED ? kept(memory, pairs * PANEL) : nullptr;
+        uint32_t* copy = Panel::IS_COMPRESSED ? room_for_copy(pairs * PANEL) : nullptr;
+        const OwnLines<> own{pairs, next - index};
         const PlainPanel<> panel = Panel::IS_COMPRESSED ? PlainPanel<>(copy) : PlainPanel<>(matrix, index);
         // The last tile is the first one where it is the lowest.
         const bool turns = Panel::IS_COMPRESSED && tiling.height(end - 1) <= MOST_BESIDE;
@@ -345,28 +363,29 @@ class Product {
                 if (part > 0)
                     stream_tile<rows>(panel, tile, coming, put);
                 else if constexpr (Panel::IS_COMPRESSED)
-                    stream_first<rows>(CompressedPanel<>(matrix, index, copy), panel, tile, coming, put);
+                    stream_first<rows>(CompressedPanel<>(matrix, index, copy), panel, tile, own, coming, put);
                 else
-                    stream_tile<rows>(panel, tile, OwnLines<>{pairs}, put);
+                    stream_tile<rows>(panel, tile, own, put);
             });
         }
     }
 
     // The first tile of a compressed panel, which leaves the plain copy.
     template <int R, typename Put>
-    void stream_first(CompressedPanel<> panel, PlainPanel<> copy, int64_t tile, Following coming, Put put) const {
+    void stream_first(CompressedPanel<> panel, PlainPanel<> copy, int64_t tile, OwnLines<> own, Following coming,
+                      Put put) const {
         if constexpr (R <= MOST_BESIDE) {
-            stream_tile<R>(panel, tile, OwnLines<>{pairs}, put);
+            stream_tile<R>(panel, tile, own, put);
         } else {
-            decode(panel);
+            decode(panel, own);
             stream_tile<R>(copy, tile, coming, put);
         }
     }
 
     // Leaves the copy.
-    void decode(CompressedPanel<> panel) const {
+    void decode(CompressedPanel<> panel, OwnLines<> own) const {
         for (int64_t k = 0; k < pairs; k += CompressedPanel<>::PAIRS) {
-            OwnLines<>{pairs}.prefetch(panel, k);
+            own.prefetch(panel, k);
             BATON_UNROLL for (int turn = 0; turn < CompressedPanel<>::PAIRS; turn++) {
                 Words both[ACROSS];
                 panel.read(turn, both);
@@ -376,20 +395,19 @@ class Product {
 
     // It is widened for all of them.
     template <typename Panel, typename Put>
-    void widen_block(int64_t index, int64_t begin, int64_t end, Put put) const {
-        static thread_local std::vector<float> memory;
-        float* wide = kept(memory, (DEPTH + BLOCK) * PANEL);
+    void widen_block(int64_t index, int64_t next, int64_t begin, int64_t end, Put put) const {
+        float* wide = room_for_panel((DEPTH + BLOCK) * PANEL);
         float* sums = wide + DEPTH * PANEL;
         Panel panel(matrix, index);
         for (int64_t k = 0; k < 2 * pairs; k += DEPTH) {
             int64_t depth = std::min(DEPTH, 2 * pairs - k);
             widen(panel, depth / 2, wide);
             bool last = k + depth == 2 * pairs;
+            const char* coming = last ? Panel(matrix, std::min(next, panels_of(matrix) - 1)).address() : panel.address();
             for (int64_t tile = begin; tile < end; tile++) {
                 float* here = sums + (tile - begin) * TILE * PANEL;
                 with_count<TILE>(tiling.height(tile), [&](auto rows) {
-                    multiply<rows>(packed_rows(tile) + k * rows, wide, depth, here, k > 0, panel.address(),
-                                   Panel::INPUT_BYTES);
+                    multiply<rows>(packed_rows(tile) + k * rows, wide, depth, here, k > 0, coming, Panel::INPUT_BYTES);
                 });
                 // At once: what is written leaves for memory while the next tile is computed.
                 if (last) put(here, tile);

@@ -112,7 +112,7 @@ inline void store(bfloat16* to, Vec value) {
 }
 inline Vec splat(float value) { return value - Vec{}; }
 
-// As it is once it has been written as T.
+// As T holds it.
 template <typename T>
 inline Vec rounded(Vec value) {
     T memory[LANES];

@@ -22,7 +22,8 @@ struct Matrix {
 };
 
 // out [rows][columns] = x [rows][inputs] * matrix^T, which do not overlap; `packed` is memory of the team,
-// `packed_floats(rows, inputs)` of tiles.h; no thread uses it any more when the product returns.
+// `packed_floats(rows, inputs)` of tiles.h; no thread uses it any more when the product returns. Each thread may have an
+// x of its own, if all are the same.
 template <typename T>
 void multiply_bfloat16(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed);
 // out [rows][columns / 2] = silu of the first half of the product's columns times the second half: what
@@ -45,10 +46,7 @@ void multiply_tiles(const Matrix& matrix, const bfloat16* x, T* out, int64_t row
 template <typename T>
 void multiply_int8(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed);
 
-// out = norm(x) * weight; with a residual, x is first added to it in place and the sum is what is normalised. Of one row,
-// by the thread that calls it.
-template <typename T>
-void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t hidden, float eps);
+// out = norm(x) * weight; with a residual, x is first added to it in place and the sum is what is normalised.
 template <typename T>
 void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, int64_t hidden, float eps);
 
@@ -67,8 +65,13 @@ struct Rotation {
     float eps;
 };
 
-// Splits each token's queries, keys and values; rotates the first two; writes keys and values into their pages. Unless
-// it `waits`, a thread may read only what it wrote itself: of one token, what `attend_alone` reads.
+// One row of it, by the thread that calls it and no other.
+template <typename T>
+void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t hidden, float eps);
+
+// Splits each token's queries, keys and values; rotates the first two; writes keys and values into their pages. With
+// `waits` false no thread waits for the others: each may then read only what it wrote, which of one token is what
+// `attend_one_token` reads.
 template <typename T, typename K>
 void rotate_and_store(const Rotation<T, K>& rotation, const T* qkv, T* query, int64_t tokens, bool waits);
 
@@ -100,8 +103,9 @@ struct Attention {
 // Attends for the queries of these tiles; the rest of `out` stays as it is.
 template <typename T, typename K>
 void attend(const Attention<T, K>& call, const std::vector<QueryTile>& tiles);
-// The same for one token of the step, or none: each thread for those heads that `rotate_and_store` gave it.
+// The same for a step of one token, or nothing unless it `is_wanted`: each thread for those KV heads that
+// `rotate_and_store` gave it.
 template <typename T, typename K>
-void attend_alone(const Attention<T, K>& call, bool is_wanted);
+void attend_one_token(const Attention<T, K>& call, bool is_wanted);
 
 }  // namespace baton

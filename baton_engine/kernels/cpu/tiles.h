@@ -91,7 +91,8 @@ struct Outputs {
         }
     }
 
-    // The same of silu(gates) * values, both rounded before: as `silu_mul` finds them. Whole vectors, and nothing added.
+    // The same of silu(gates) * values, both rounded to T before: as `silu_mul` finds them. Whole vectors, all rows and
+    // columns inside, no scales and no bias.
     void put_gated(const float* gates, const float* values, int64_t width, int64_t row, int64_t count,
                    int64_t column) const {
         for (int64_t i = 0; i < count; i++)

@@ -62,9 +62,6 @@ def test_for_people_it_ends_with_what_it_all_means(capsys, free_port):
         ("available_bytes", 2**31, doctor.check_memory, "warn"),
         ("available_bytes", 2**34, doctor.check_memory, "ok"),
         ("usable_cores", 1, doctor.check_cores, "warn"),
-        ("shared_huge_pages", "never", doctor.check_huge_pages, "warn"),
-        ("shared_huge_pages", "advise", doctor.check_huge_pages, "ok"),
-        ("shared_huge_pages", "unknown", doctor.check_huge_pages, "ok"),
         ("cpu_flags", frozenset({"sse2"}), doctor.check_instructions, "warn"),
         ("cpu_flags", frozenset({"avx2", "amx_bf16"}), doctor.check_instructions, "ok"),
     ],
@@ -72,6 +69,16 @@ def test_for_people_it_ends_with_what_it_all_means(capsys, free_port):
 def test_a_finding_is_judged_by_what_is_there(monkeypatch, name, value, check, verdict):
     monkeypatch.setattr(doctor, name, lambda: value)
     assert check().verdict.value == verdict
+
+
+@pytest.mark.parametrize(
+    ("given", "advised"), [("never", True), ("advise", False), ("unknown", False)]
+)
+def test_it_says_where_shared_memory_gets_no_huge_pages(monkeypatch, given, advised):
+    monkeypatch.setattr(doctor, "shared_huge_pages", lambda: given)
+    finding = doctor.check_huge_pages()
+    assert f"transparent for shared memory: {given}" in finding.found
+    assert ("echo advise" in finding.advice) is advised
 
 
 def test_without_compiled_code_it_says_what_that_costs(monkeypatch, tmp_path):
