@@ -234,7 +234,8 @@ class RegionServer:
     def _serve(self) -> None:
         while self._serving:
             for key, _ in self._selector.select(self._patience_s()):
-                if key.fileobj in self._selector.get_map():  # one of the others may have ended it
+                # One of the others may have ended it, and a new connection have its descriptor.
+                if self._selector.get_map().get(key.fd) is key:
                     key.data()
             self._refuse_late()
         with self._lock:
