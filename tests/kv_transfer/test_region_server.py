@@ -312,6 +312,26 @@ def test_a_peer_cannot_leave_much_unread(gate: Gate) -> None:
     assert sent < 1 << 24  # the stranger's own buffer
 
 
+def test_a_peer_that_cannot_be_given_what_it_needs_keeps_nobody_out() -> None:
+    faults = [OSError("no descriptor"), TransferError("no agent"), RuntimeError("no thread")]
+
+    def welcome(peer: socket.socket, _token: bytes, key: bytes) -> None:
+        if faults:
+            raise faults.pop(0)
+        peer.sendall(sign_reply(b"welcome", key))
+
+    server = RegionServer("127.0.0.1:0", welcome, RegionAccess(secret=SECRET))
+    for _ in range(len(faults)):
+        attached = attach(AttachToken(secret=server.issue_token(), address=server.address), SECRET)
+        with pytest.raises(TransferError):
+            read_reply(attached)
+        attached.connection.close()
+    attached = attach(AttachToken(secret=server.issue_token(), address=server.address), SECRET)
+    assert read_reply(attached) == b"welcome"
+    attached.connection.close()
+    server.close()
+
+
 def test_a_server_on_tcp_needs_the_secret() -> None:
     with pytest.raises(ValueError, match="secret"):
         RegionServer("127.0.0.1:0", lambda *_: None)
