@@ -143,4 +143,8 @@ class PageReceiver:
         self._apply(PeerFenced(session=session))
 
     def _verified(self, outcome: PagesVerified) -> None:
+        """Pages of a hand-off that was given up meanwhile may be another's by now, and count for nothing."""
+        before = self.hand_offs.corrupted_transfers
         self._apply(outcome)
+        if self.hand_offs.corrupted_transfers > before:
+            _log.error("corrupt KV pages", xfer_id=outcome.xfer_id, fault=outcome.fault)

@@ -5,13 +5,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from baton.telemetry.logs import get_logger
 from kv_transfer.ledger.ledger import PagesVerified
 from kv_transfer.ledger.transfer import VerifyPages
 from kv_transfer.memory.checksum import find_corruption
 from kv_transfer.memory.page_hash import PageHashes
-
-_log = get_logger(__name__)
 
 
 class PageVerifier:
@@ -43,8 +40,6 @@ class PageVerifier:
             return
         failed = checked.exception()
         fault = checked.result() if failed is None else f"they cannot be read: {failed!r}"
-        if fault is not None:
-            _log.error("corrupt KV pages", xfer_id=asked.xfer_id, fault=fault)
         verified = PagesVerified(
             xfer_id=asked.xfer_id, session=asked.session, attempt=asked.attempt, fault=fault
         )

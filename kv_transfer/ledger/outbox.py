@@ -358,7 +358,8 @@ class Outbox:
                 f"push {event.push_id} of {event.xfer_id} was never started",
                 story=self.story(event.xfer_id),
             )
-        if isinstance(event.error, UnreachableError):
+        # A transfer that was cut off before is of a session that is over, and says nothing of the next one.
+        if isinstance(event.error, UnreachableError) and not transfer.cut_off:
             self._cut_off.add(transfer.peer)
             for other in self._transfers_to(transfer.peer):
                 other.cut_off = True

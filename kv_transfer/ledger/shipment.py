@@ -13,7 +13,6 @@ No export overtakes one that waits with some of its pages: that one may still be
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +54,8 @@ class Shipment:
         self._first_push_id: int | None = None
         self._waiting: list[PageWrite] = []
         self._outstanding: dict[int, PageWrite] = {}
+        # [num_layers, num_blocks]: pages of pushes that are on their way; no two have the same.
+        self._under_way: npt.NDArray[np.bool_] = np.zeros_like(self._latest, dtype=np.bool_)
         self._landed = 0
         self._grant: Grant | None = None
         self._link: LinkPlan | None = None
@@ -136,7 +137,7 @@ class Shipment:
 
     def land(self, push_id: int, hashes: Hashes | None) -> None:
         """A push is in the peer's memory; `hashes` are of its pages, `[pages]`, where the peer wants checksums."""
-        write = self._outstanding.pop(push_id)
+        write = self._come_back(push_id)
         row = self._row(write)
         ours = row == self._number(write)
         row[ours] = _LANDED
@@ -151,7 +152,7 @@ class Shipment:
 
     def drop(self, push_id: int) -> None:
         """A push came back that is not needed any more."""
-        del self._outstanding[push_id]
+        self._come_back(push_id)
 
     def stop(self) -> None:
         """Nothing more is to be pushed; what is on its way comes back all the same."""
@@ -171,6 +172,9 @@ class Shipment:
         """Raises InvariantError if it contradicts itself."""
         held = self._grant.held_blocks if self._grant is not None else 0
         landed = int(np.count_nonzero(self._latest[:, held:] == _LANDED))
+        under_way = sum(len(push.source) for push in self._outstanding.values())
+        if under_way != np.count_nonzero(self._under_way):
+            raise self._broken(f"{under_way} pages are on their way, others were marked")
         if landed != self._landed or (self._outstanding and self._grant is None):
             raise self._broken(
                 f"{landed} pages have landed, {self._landed} were counted, "
@@ -201,12 +205,21 @@ class Shipment:
 
     def _overlaps_earlier(self, write: PageWrite) -> bool:
         """Whether a push of the same pages is on its way, or waits before it: the last export has to land last."""
-        return any(
+        return bool(self._pages_under_way(write).any()) or any(
             push.layer_index == write.layer_index
             and push.first_block < write.end_block
             and write.first_block < push.end_block
-            for push in chain(self._outstanding.values(), self._waiting)
+            for push in self._waiting
         )
+
+    def _pages_under_way(self, write: PageWrite) -> npt.NDArray[np.bool_]:
+        return self._under_way[write.layer_index, write.first_block : write.end_block]
+
+    def _come_back(self, push_id: int) -> PageWrite:
+        """A push is not on its way any more."""
+        write = self._outstanding.pop(push_id)
+        self._pages_under_way(write)[:] = False
+        return write
 
     def _start(self, write: PageWrite, grant: Grant) -> list[PageWrite]:
         if self._link is None or self._link.target_layers[write.layer_index] is None:
@@ -215,4 +228,5 @@ class Shipment:
         if placed is None:
             return []
         self._outstanding[placed.push_id] = placed
+        self._pages_under_way(placed)[:] = True
         return [placed]

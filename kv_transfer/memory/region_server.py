@@ -46,7 +46,7 @@ _log = get_logger(__name__)
 
 OnAttach = Callable[[socket.socket, bytes, bytes], None]
 """Gives a peer, over its connection, what it needs; called with its token and the key of its connection on the server's
-thread. The peer is refused when it raises OSError or TransferError.
+thread. The peer is refused when it raises.
 """
 
 PROOF_TIMEOUT_S = 2.0
@@ -234,7 +234,8 @@ class RegionServer:
     def _serve(self) -> None:
         while self._serving:
             for key, _ in self._selector.select(self._patience_s()):
-                if key.fileobj in self._selector.get_map():  # one of the others may have ended it
+                # One of the others may have ended it, and a new connection have its descriptor.
+                if self._selector.get_map().get(key.fd) is key:
                     key.data()
             self._refuse_late()
         with self._lock:
@@ -354,8 +355,8 @@ class RegionServer:
                 attachment.process = watch_process(peer)
             peer.sendall(proof.of_server())
             self._on_attach(peer, attachment.token, proof.reply_key())
-        except (OSError, TransferError) as error:
-            _log.warning("a peer could not attach", reason=str(error))
+        except Exception as error:  # noqa: BLE001  # a transport's own, or no thread for the peer: others wait to be let in
+            _log.warning("a peer could not attach", reason=repr(error))
             _forget_process(attachment)
             self._left(attachment, peer)
             return

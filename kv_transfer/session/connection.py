@@ -164,13 +164,7 @@ class PeerConnection:
         self._tried.append(backend)
         hashes = self._by(accepted.checksum)
         # Shielded: a writer that is still being made when the session ends has to be closed all the same.
-        connect = asyncio.to_thread(
-            self._senders[backend].connect,
-            accepted.handle,
-            self._layout,
-            accepted.layout,
-            lease,
-        )
+        connect = asyncio.to_thread(self._connect, accepted, lease)
         self._connecting = asyncio.create_task(connect)
         connected = await asyncio.shield(self._connecting)
         writer = MeasuredWriter(connected, LinkSpeed(backend=backend), accepted.link)
@@ -189,6 +183,18 @@ class PeerConnection:
             speed=writer.speed,
             checksums=hashes is not None,
         )
+
+    def _connect(self, accepted: Accepted, lease: WriteLease) -> KvWriter:
+        """Blocks. Raises as the backend's `connect`; a fault of another kind becomes a TransferError too."""
+        handle = accepted.handle
+        try:
+            return self._senders[handle.backend].connect(
+                handle, self._layout, accepted.layout, lease
+            )
+        except (TransferError, IncompatibleError):
+            raise
+        except Exception as error:
+            raise TransferError(f"{handle.backend} cannot connect: {error!r}") from error
 
     def _by(self, rule: Checksum | None) -> PageHashes | None:
         """What hashes pages by the peer's rule; None where it wants no checksums.

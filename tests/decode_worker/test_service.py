@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from tests.decode_worker.cluster import (
     pair,
     prompt,
 )
+from tests.waits import WAIT_S
 
 FULL = LIMITS.num_blocks * LIMITS.block_tokens
 
@@ -450,7 +452,7 @@ async def test_a_permit_for_another_prompt_worker_or_tenant_is_refused(tmp_path:
 
 @pytest.mark.parametrize("checksum", Checksum)
 async def test_pages_that_were_corrupted_on_the_way_are_never_decoded(
-    tmp_path: Path, checksum: Checksum
+    tmp_path: Path, checksum: Checksum, caplog: pytest.LogCaptureFixture
 ):
     async with pair(tmp_path, checksum=checksum) as both:
         await prefilling(both)
@@ -462,8 +464,32 @@ async def test_pages_that_were_corrupted_on_the_way_are_never_decoded(
         assert not both.to_d.leg(1).tokens
         await both.d.server.check()
         assert b"baton_kv_integrity_failures_total 1.0" in both.d.server.collect()
+        assert "corrupt KV pages" in caplog.text
         await both.ask(2, prompt(40))
         assert await both.finished(2, 1) == oracle(both.p.runner, prompt(40))
+
+
+async def test_pages_that_another_got_while_they_were_verified_are_not_told_as_corrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    verifying, go_on = threading.Event(), threading.Event()
+
+    def late(*_: object) -> str:
+        monkeypatch.undo()
+        verifying.set()
+        assert go_on.wait(WAIT_S)
+        return "they hold what another wrote"
+
+    monkeypatch.setattr("decode_worker.verifier.find_corruption", late)
+    async with pair(tmp_path) as both:
+        await both.ask(1, prompt(40))
+        assert await asyncio.to_thread(verifying.wait, WAIT_S)
+        await both.cancel(1, on_p=False)
+        assert await both.failed(both.to_p, 1) == "cancelled"
+        go_on.set()
+        await both.ask(2, prompt(40))
+        assert await both.finished(2, 1) == oracle(both.p.runner, prompt(40))
+    assert "corrupt" not in caplog.text
 
 
 async def written_page(both: Pair):

@@ -246,6 +246,23 @@ def test_a_peer_to_whose_pages_the_way_is_lost_is_told_nothing_until_there_is_a_
     assert outbox.handle(abort, 0.0) == [Send(peer=D, message=quiesced)]
 
 
+def test_a_push_of_a_session_that_is_over_says_nothing_of_the_next_one(outbox: Outbox):
+    """What was on its way is given up seconds after the session's end; by then another one may be open."""
+    outbox.handle(granted(0, 7, 8), 0.0)
+    (push,) = pushes(outbox.handle(exported(0, 0, 3, 4), 0.0))
+    outbox.handle(PeerDown(peer=D, error=WorkerLostError("gone")), 0.0)
+    other = XferId("y")
+    outbox.handle(Opened(permit=permit(other, num_blocks=2, target=D)), 0.0)
+    outbox.handle(Started(xfer_id=other), 0.0)
+    outbox.handle(PeerUp(peer=D, region_blocks=10), 0.0)
+    assert land(outbox, push, UnreachableError("given up")) == []
+    quiesced = Send(peer=D, message=Quiesced(xfer_id=other, attempt=1))
+    abort = said(AbortRequest(xfer_id=other, attempt=1, error=TransferError("enough")))
+    assert quiesced in outbox.handle(abort, 0.0)
+    assert outbox.handle(abort, 0.0) == [quiesced]
+    assert outbox.in_flight() == 0
+
+
 def test_a_push_that_was_never_started_breaks_an_invariant(outbox: Outbox):
     with pytest.raises(InvariantError):
         outbox.handle(PushDone(xfer_id=X, push_id=99), 0.0)

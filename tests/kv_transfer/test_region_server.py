@@ -5,8 +5,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -136,18 +136,20 @@ def test_a_peer_is_waited_for_whether_it_is_revoked_before_or_after_it_left(serv
 class Gate:
     """A region server on TCP, and what it refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: Callable[[Refused], None] | None = None) -> None:
         self.refused: list[Refused] = []
-        admission = RegionAccess(secret=SECRET, refused=self.refused.append)
+        admission = RegionAccess(secret=SECRET, refused=refused or self.refused.append)
         self.server = RegionServer("127.0.0.1:0", self._welcome, admission)
 
     def token(self) -> AttachToken:
         return AttachToken(secret=self.server.issue_token(), address=self.server.address)
 
-    def stranger(self) -> socket.socket:
+    def stranger(self, source: str = "127.0.0.1") -> socket.socket:
         """A connection that has heard the challenge."""
         host, _, port = self.server.address.rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+        connection = socket.create_connection(
+            (host, int(port)), timeout=TIMEOUT_S, source_address=(source, 0)
+        )
         assert len(_all(connection, CHALLENGE_BYTES)) == CHALLENGE_BYTES
         return connection
 
@@ -278,6 +280,28 @@ def test_silent_connections_hold_few_descriptors_and_keep_nobody_out(gate: Gate)
     attached.connection.close()
 
 
+def test_who_answers_as_it_has_to_make_room_for_another_keeps_nobody_out() -> None:
+    """Both are seen at once: the answer is that of a connection which is closed by then."""
+    busy, go_on = threading.Event(), threading.Event()
+
+    def refused(_reason: Refused) -> None:
+        busy.set()
+        assert go_on.wait(WAIT_S)
+
+    gate = Gate(refused)
+    with ExitStack() as strangers:
+        other_host = strangers.enter_context(gate.stranger("127.0.0.2"))
+        oldest, *_ = [strangers.enter_context(gate.stranger()) for _ in range(16)]
+        other_host.sendall(b"x" * ANSWER_BYTES)
+        assert busy.wait(WAIT_S)
+        host, _, port = gate.server.address.rpartition(":")
+        strangers.enter_context(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
+        oldest.sendall(b"x")
+        go_on.set()
+        attach(gate.token(), SECRET).connection.close()
+    gate.server.close()
+
+
 def test_a_peer_cannot_leave_much_unread(gate: Gate) -> None:
     with gate.stranger() as stranger:
         stranger.setblocking(False)
@@ -286,6 +310,26 @@ def test_a_peer_cannot_leave_much_unread(gate: Gate) -> None:
             while sent < 1 << 26:
                 sent += stranger.send(b"x" * 65536)
     assert sent < 1 << 24  # the stranger's own buffer
+
+
+def test_a_peer_that_cannot_be_given_what_it_needs_keeps_nobody_out() -> None:
+    faults = [OSError("no descriptor"), TransferError("no agent"), RuntimeError("no thread")]
+
+    def welcome(peer: socket.socket, _token: bytes, key: bytes) -> None:
+        if faults:
+            raise faults.pop(0)
+        peer.sendall(sign_reply(b"welcome", key))
+
+    server = RegionServer("127.0.0.1:0", welcome, RegionAccess(secret=SECRET))
+    for _ in range(len(faults)):
+        attached = attach(AttachToken(secret=server.issue_token(), address=server.address), SECRET)
+        with pytest.raises(TransferError):
+            read_reply(attached)
+        attached.connection.close()
+    attached = attach(AttachToken(secret=server.issue_token(), address=server.address), SECRET)
+    assert read_reply(attached) == b"welcome"
+    attached.connection.close()
+    server.close()
 
 
 def test_a_server_on_tcp_needs_the_secret() -> None:

@@ -1,6 +1,7 @@
 """The handshake between two workers over real gRPC, with fake memory."""
 
 import asyncio
+import errno
 import gc
 import itertools
 import threading
@@ -347,8 +348,11 @@ async def test_closing_a_session_that_its_peer_ended_waits_for_what_is_still_wri
         assert slow.writers[0].real.closed
 
 
+@dataclass
 class Unreachable:
     """A backend that is installed on both sides and does not work between them."""
+
+    error: Exception = field(default_factory=lambda: TransferError("no such device"))
 
     def connect(
         self,
@@ -357,12 +361,17 @@ class Unreachable:
         peer: KvLayout | None = None,
         lease: Lease | None = None,
     ) -> KvWriter:
-        raise TransferError("no such device")
+        raise self.error
 
 
-async def test_a_backend_that_does_not_work_gives_way_to_the_next_that_both_have(tmp_path: Path):
+@pytest.mark.parametrize(
+    "error", [TransferError("no such device"), OSError(errno.EMFILE, "Too many open files")]
+)
+async def test_a_backend_that_does_not_work_gives_way_to_the_next_that_both_have(
+    tmp_path: Path, error: Exception
+):
     async with serving(tmp_path, backends=("best", "fake")) as both:
-        senders = {"best": Unreachable(), "only here": both.sender, "fake": both.sender}
+        senders = {"best": Unreachable(error), "only here": both.sender, "fake": both.sender}
         session = both.dial(senders=senders)
         assert await both.at_p.next() == ("unreachable", "best")
         assert await both.at_p.next() == ("open", RECEIVER_BLOCKS)

@@ -1,6 +1,7 @@
 """What a shipment's own edges show that the outbox hides; its life as a whole is in `test_outbox.py`."""
 
 import itertools
+from typing import ClassVar
 
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
@@ -101,3 +102,36 @@ def test_of_a_prompt_that_was_preempted_twice_the_last_pages_land_last():
     shipment.check_integrity()
     assert shipment.complete
     assert arrived == {0: 30, 1: 31, 2: 32, 3: 33, 4: 34, 5: 35}
+
+
+class CountedWrite(PageWrite):
+    """Counts how often it is held against others."""
+
+    looks: ClassVar[int] = 0
+
+    @property
+    def end_block(self) -> int:
+        CountedWrite.looks += 1
+        return super().end_block
+
+
+def test_of_pages_that_are_granted_late_each_push_begins_without_a_look_at_all_others():
+    """A long prompt that was computed in small chunks, in many layers: its worker does nothing else meanwhile."""
+    chunks = 1000
+    shipment = Shipment(
+        permit(num_blocks=chunks),
+        num_layers=1,
+        push_ids=itertools.count(1),
+        log=StoryLog("outbox"),
+    )
+    for chunk in range(chunks):
+        shipment.export(
+            CountedWrite(
+                xfer_id=XferId("x"), layer_index=0, first_block=chunk, source=(BlockId(chunk),)
+            )
+        )
+    grant = Grant(held_blocks=0, blocks=tuple(map(BlockId, range(chunks))))
+    shipment.grant(grant, plan_link(LAYOUT, LAYOUT), checksums=False)
+    CountedWrite.looks = 0
+    assert len(shipment.start()) == chunks
+    assert CountedWrite.looks < 10 * chunks
