@@ -407,6 +407,17 @@ def test_what_another_node_writes_too_late_may_be_put_by_others_while_it_writes(
     node.empty()
 
 
+def test_what_another_node_writes_counts_against_no_quota_before_it_is_known_whose_it_is():
+    node = world(usual=Allowance(max_bytes=SLOT_BYTES))
+    node.ledger.allow("rich", Allowance())
+    put = node.reserve("abc", "", fetched=True)
+    assert len(put.items) == 3
+    assert node.commit(put.put_id, owners=[owner("rich")] * 3) == 3
+    put = node.reserve("xyz", "", fetched=True)
+    assert node.commit(put.put_id, owners=[owner("poor")] * 3) == 1
+    node.empty()
+
+
 def test_the_size_of_a_block_may_be_learned_late():
     node = world()
     put = node.reserve("a", fetched=True)
