@@ -30,9 +30,14 @@ class Rule:
 
 
 def _at_least(low: float, *paths: str) -> list[Rule]:
+    """Also below what is told to other processes, and to the system, as 64 bits."""
     return [
-        Rule(path=path, holds=lambda v: low <= v < float("inf"), demand=f"must be at least {low}")
+        rule
         for path in paths
+        for rule in (
+            Rule(path=path, holds=lambda v: low <= v, demand=f"must be at least {low}"),
+            Rule(path=path, holds=lambda v: v < 2**63, demand="must be below 2**63"),
+        )
     ]
 
 
@@ -159,6 +164,17 @@ RULES: tuple[Rule, ...] = (
         path="grammar.max_bytes",
         holds=lambda v: 1 <= v <= MAX_GRAMMAR_BYTES,
         demand=f"must be from 1 to {MAX_GRAMMAR_BYTES}",
+    ),
+    *_at_least(
+        1,
+        "grammar.max_depth",
+        "grammar.max_symbols",
+        "grammar.max_states",
+        "grammar.compile_fuel",
+        "grammar.step_fuel",
+        "grammar.max_compiled",
+        "grammar.max_compiling_per_tenant",
+        "grammar.threads",
     ),
     *_above_zero("grammar.check_s_per_minute_per_tenant"),
     *_at_least(1, "tenants.routers"),

@@ -5,6 +5,7 @@ in processes of this user only.
 """
 
 import os
+import socket
 import stat
 
 import grpc
@@ -18,6 +19,7 @@ from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.identity import PeerRole
 
 _UNIX = "unix:"
+_PROBE_S = 1.0
 _SMALL = ServerBounds()
 
 _OPTIONS: list[tuple[str, int | str]] = [
@@ -117,6 +119,10 @@ def bind(
     """
     try:
         if address.startswith(_UNIX):
+            if _is_served(address.removeprefix(_UNIX)):
+                raise _cannot_bind(
+                    address
+                )  # gRPC would take it over, and the other's end remove it
             server.add_insecure_port(address)
         else:
             own = _needed(credentials, address)
@@ -130,6 +136,19 @@ def bind(
     if port == 0:
         raise _cannot_bind(address)
     return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _is_served(path: str) -> bool:
+    """Whether a process listens there; a killed one leaves a file at which none does."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(path)
+        except TimeoutError:  # it is too busy to accept
+            return True
+        except OSError:
+            return False
+    return True
 
 
 def _cannot_bind(address: str) -> ConfigError:

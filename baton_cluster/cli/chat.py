@@ -15,7 +15,7 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError, first_line
 from baton_cluster.cli.completions import (
     ChatMessage,
     Piece,
@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talks until the user has had enough."""
-    headers = {"Authorization": f"Bearer {arguments.api_key}"} if arguments.api_key else {}
-    base_url = arguments.url.rstrip("/").removesuffix("/v1")
-    with httpx.Client(base_url=base_url, headers=headers, timeout=_TIMEOUT) as client:
+    with _client(arguments.url, arguments.api_key) as client:
         model = arguments.model or first_model(client)
         conversation = ChatSession(client, model=model, system=arguments.system)
         if sys.stdin.isatty():
@@ -51,6 +49,21 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             _print(conversation.ask(sys.stdin.read()))
     return 0
+
+
+def _client(url: str, api_key: str | None) -> httpx.Client:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    base_url = url.rstrip("/").removesuffix("/v1")
+    try:
+        return httpx.Client(base_url=base_url, headers=headers, timeout=_TIMEOUT)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--url {url}: {error}", param="--url") from error
+    except UnicodeError:  # of the key
+        raise
+    except (ImportError, OSError, ValueError) as error:
+        # ALL_PROXY and its like may name a kind of proxy that is not supported, SSL_CERT_FILE a file that is not there.
+        why = first_line(error)
+        raise ConfigError(f"the environment's proxy or certificates: {why}") from error
 
 
 @dataclass(slots=True, eq=False)

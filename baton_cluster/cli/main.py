@@ -101,6 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Bytes of the command line or the environment that are no UTF-8; or a terminal of another encoding.
         text = error.object[error.start : error.end]
         return _fail(ConfigError(f"{text!a} is no text in {error.encoding}"), 2)
+    except UnicodeDecodeError as error:
+        # Of standard input, which may be a key: files are read where their names are known.
+        return _fail(ConfigError(f"standard input is no text in {error.encoding}"), 2)
     except OSError as error:
         # Of the machine: no room on a disk, no right to a file, no descriptors left.
         path = f"{error.filename}: " if error.filename else ""

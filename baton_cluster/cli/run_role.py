@@ -38,7 +38,7 @@ from baton_cluster.launch.plan import (
     pool_part,
     resolve_model,
 )
-from baton_cluster.launch.runtime_dir import RuntimeDir, parent_dir, socket_address
+from baton_cluster.launch.runtime_dir import RuntimeDir, for_peers, parent_dir, socket_address
 
 _LAST_WORDS_S = 2.0
 _ROLES = (ROUTER, POOL, *(role.value for role in Role), SIMULATED)
@@ -144,9 +144,9 @@ def decide(config: BatonConfig, alone: Alone) -> BatonConfig:
 
 
 def _check(config: BatonConfig, alone: Alone) -> None:
-    if not _is_told(alone.name):
+    if not _is_told(alone.name) or "/" in alone.name:
         raise ConfigError(
-            f"--name {alone.name!r}: must be printable, and {_MOST_BYTES} bytes at most",
+            f"--name {alone.name!r}: must be printable, without a slash, and {_MOST_BYTES} bytes at most",
             param="--name",
         )
     if not config.cluster.secret:
@@ -234,7 +234,7 @@ def _become(config: BatonConfig, alone: Alone) -> None:
     from baton_cluster import roles
     from baton_cluster.launch import child
 
-    runtime = RuntimeDir.claim(Path(config.cluster.runtime_dir))
+    runtime = RuntimeDir.claim(Path(config.cluster.runtime_dir), _name_of_sockets(alone))
     try:
         assignment = encode(_assignment(config, alone, runtime))
     except BaseException:
@@ -245,6 +245,13 @@ def _become(config: BatonConfig, alone: Alone) -> None:
     telling = _in_background(lambda: _tell(ours))
     hear_out = partial(telling.join, _LAST_WORDS_S)
     child.run(roles.ROLES[alone.role], theirs.detach(), interruptible=True, hear_out=hear_out)
+
+
+def _name_of_sockets(alone: Alone) -> str:
+    """The longest by which it has a socket in its directory."""
+    if alone.role == ROUTER:
+        return ROUTER
+    return for_peers(alone.name) if alone.role == POOL else alone.name
 
 
 def _assignment(config: BatonConfig, alone: Alone, runtime: RuntimeDir) -> Assignment:

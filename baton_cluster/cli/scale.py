@@ -63,7 +63,7 @@ def read_counts(words: Sequence[str]) -> dict[str, int]:
             raise ConfigError(f"{word}: there is no pool {pool}; the pools are {', '.join(_POOLS)}")
         if pool in counts:
             raise ConfigError(f"{word}: {pool} is given twice")
-        if not re.fullmatch("[0-9]+", number) or int(number) > _MOST:
+        if not re.fullmatch("[0-9]{1,7}", number) or int(number) > _MOST:
             raise ConfigError(
                 f"{word}: the number of {pool} workers must be a whole number from 0 to {_MOST}"
             )

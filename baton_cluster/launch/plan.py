@@ -15,7 +15,7 @@ from baton.config.schema import (
     PoolConfig,
     WorkerConfig,
 )
-from baton.errors import ModelLoadError
+from baton.errors import InvalidRequestError, ModelLoadError
 from baton.ids import Incarnation, Role
 from baton_cluster.launch.assignment import Assignment, Part
 from baton_cluster.launch.runtime_dir import RuntimeDir, for_peers, kv_socket, socket_address
@@ -268,6 +268,9 @@ def plan_worker(
     """The `index`-th worker of its role and the `number`-th of all. A number beyond those that are started with the
     cluster is one that was added: it shares no GPU (there must be one for it), and has cores of its own only where some
     are left.
+
+    Raises:
+        InvalidRequestError: There is no port for its metrics.
     """
     name, started = f"{role.value}-{index}", sum(started_here(config.cluster).values())
     worker = WorkerConfig(
@@ -297,7 +300,12 @@ def _metrics_address(number: int, started: int, config: BatonConfig) -> str:
     if first_port is None:
         return ""
     behind = config.pool.nodes if number >= started and config.pool.enabled else 0
-    return f"127.0.0.1:{first_port + number + behind}"
+    port = first_port + number + behind
+    if port > 65535:
+        raise InvalidRequestError(
+            f"cluster.metrics_port: from {first_port} there is no port left for another worker"
+        )
+    return f"127.0.0.1:{port}"
 
 
 def _own_cores(

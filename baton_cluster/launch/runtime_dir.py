@@ -20,6 +20,8 @@ ROUTER_SOCKET = "router.sock"
 _LOCK = "lock"
 _POOL = "pool"
 _MAX_SOCKET_PATH = 107  # sun_path of Linux, without the final zero
+_LONGEST_NAME = "hybrid-1000"
+"""Of a launcher's children."""
 
 
 def parent_dir() -> Path:
@@ -65,13 +67,17 @@ class RuntimeDir:
         self.lock_fd = lock_fd
 
     @classmethod
-    def claim(cls, path: Path) -> "RuntimeDir":
+    def claim(cls, path: Path, longest_name: str = _LONGEST_NAME) -> "RuntimeDir":
         """Makes the directory, or takes over what a dead cluster left there.
+
+        Args:
+            path: Of the directory.
+            longest_name: Of those whose sockets are to lie there.
 
         Raises:
             ConfigError: It belongs to another user or to a living cluster, or cannot be made.
         """
-        _check_length(path)
+        _check_length(path, longest_name)
         try:
             if path.parent == parent_dir():
                 _make_private(path.parent)
@@ -203,7 +209,6 @@ def _make_private(directory: Path) -> None:
         raise ConfigError(f"{directory}: other users may write there (chmod 700 it)")
 
 
-def _check_length(path: Path) -> None:
-    # Room for the longest name of a child, such as `hybrid-1000.kv.sock`.
-    if len(os.fsencode(path)) + len("/hybrid-1000.kv.sock") > _MAX_SOCKET_PATH:
-        raise ConfigError(f"{path}: too long for a Unix socket; set cluster.runtime_dir")
+def _check_length(path: Path, name: str) -> None:
+    if len(os.fsencode(kv_socket(path, name))) > _MAX_SOCKET_PATH:
+        raise ConfigError(f"{path}: too long for a Unix socket of {name}; set cluster.runtime_dir")

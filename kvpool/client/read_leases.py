@@ -84,6 +84,7 @@ class ReadLeases:
         self._lock = threading.Lock()
         self._entries: dict[SeqId, list[Readable]] = {}
         self._expires_s: dict[str, float] = {}
+        self._granted_s: dict[str, float] = {}
         self._wanted: set[SeqId] = set()
 
     def add(
@@ -106,6 +107,7 @@ class ReadLeases:
                 self._wanted.discard(seq_id)
                 self._entries.setdefault(seq_id, []).append(readable)
                 self._expires_s[lease.lease_id] = asked_s + lease.lease_s
+                self._granted_s[lease.lease_id] = lease.lease_s
         if late:
             self._released((lease.lease_id,))
 
@@ -147,17 +149,17 @@ class ReadLeases:
             return list(self._expires_s)
 
     def renewed(self, lease_ids: Iterable[str], *, asked_s: float, lease_s: float) -> None:
-        """The node prolonged these."""
+        """The node prolonged these: by `lease_s`, or by what it granted first, where it gives less at a time."""
         with self._lock:
             for lease_id in lease_ids:
                 if lease_id in self._expires_s:
-                    self._expires_s[lease_id] = asked_s + lease_s
+                    self._expires_s[lease_id] = asked_s + min(lease_s, self._granted_s[lease_id])
 
     def ended(self, lease_ids: Iterable[str]) -> None:
         """The node knows nothing of these: nothing reads under them any more."""
         with self._lock:
             for lease_id in lease_ids:
-                self._expires_s.pop(lease_id, None)
+                self._drop(lease_id)
 
     def forget(self, seq_id: SeqId) -> None:
         """`seq_id` reads nothing more; its leases are given back."""
@@ -165,7 +167,7 @@ class ReadLeases:
             self._wanted.discard(seq_id)
             lease_ids = [readable.lease_id for readable in self._entries.pop(seq_id, ())]
             for lease_id in lease_ids:
-                self._expires_s.pop(lease_id, None)
+                self._drop(lease_id)
         if lease_ids:
             self._released(lease_ids)
 
@@ -174,4 +176,9 @@ class ReadLeases:
         with self._lock:
             self._entries.clear()
             self._expires_s.clear()
+            self._granted_s.clear()
             self._wanted.clear()
+
+    def _drop(self, lease_id: str) -> None:
+        self._expires_s.pop(lease_id, None)
+        self._granted_s.pop(lease_id, None)

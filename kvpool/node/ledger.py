@@ -211,10 +211,11 @@ class NodeLedger:
         size_bytes: int | None = None,
         writer: WorkerIdentity | None = None,
         fetched: bool = False,
+        before: Sequence[BlockKey] = (),
     ) -> PutGrant | PutRefused:
         """Gives slots to write to for blocks that are neither held nor being written, for `put_timeout_s`.
 
-        Evicts as needed, but none of `keys`, nor what other tenants have within their share. Where there is room for a
+        Evicts as needed, but none of `keys` and `before`, nor what other tenants have within their share. Where there is room for a
         part, the beginning of `keys` is granted.
 
         Args:
@@ -225,7 +226,9 @@ class NodeLedger:
             size_bytes: Of each; a whole slot where it is not given.
             writer: The worker that will write; its puts end with it (`worker_gone`).
             fetched: Another node will write. Such a put is never too late: the caller commits or abandons it, but not
-                before that node has stopped writing (see `forget`).
+                before that node has stopped writing (see `forget`). Where `owner` names no tenant, whose the blocks are is
+                told with `commit`, and they count against no quota before.
+            before: Blocks of the text that come before them, without which they are of no use.
 
         Returns:
             The slots, none of them where everything is held already; or why nothing is taken.
@@ -243,7 +246,9 @@ class NodeLedger:
         wanted, held = self._split(keys, first)
         if not wanted:
             return _NOTHING_TO_WRITE
-        room = self._make_room(len(wanted), billing.account, held, now_s)
+        held += [slot for key in before if (slot := self._blocks.readable(key)) is not None]
+        has_quota = bool(owner.tenant) or not fetched
+        room = self._make_room(len(wanted), billing.account, held, now_s, has_quota=has_quota)
         if isinstance(room, PutRefused):
             return room
         blocks, memory = self._blocks, self._blocks.memory
@@ -318,13 +323,13 @@ class NodeLedger:
         return list(wanted.items()), held
 
     def _make_room(
-        self, wanted: int, account: Account, held: list[Slot], now_s: float
+        self, wanted: int, account: Account, held: list[Slot], now_s: float, *, has_quota: bool
     ) -> int | PutRefused:
         """Room for at most `wanted` blocks, without giving up any of `held`."""
         for slot in held:
             slot.users += 1
         try:
-            room = self._within_quota(wanted, account)
+            room = self._within_quota(wanted, account) if has_quota else wanted
             if not room:
                 detail = f"tenant {account.tenant} may hold {account.max_blocks} blocks here"
                 return PutRefused(reason=PutRefusalReason.OVER_QUOTA, detail=detail)

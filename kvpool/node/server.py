@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 import grpc
 
 from baton.blocks import BlockChanges
-from baton.errors import BatonError, InvalidRequestError, StaleIncarnationError, disposition
+from baton.errors import (
+    BatonError,
+    InvalidRequestError,
+    StaleIncarnationError,
+    UnavailableError,
+    disposition,
+)
 from baton.hashing import KEY_BYTES
 from baton.ids import BlockKey, WorkerIdentity
 from baton.rpc.block_feed import HEARTBEAT_S, MAX_KEYS_WAITING, BlockFeed, HeldBlocks
@@ -146,6 +152,8 @@ class PoolService(pool_pb2_grpc.PoolServicer):
             welcome = self._node.attach(identity_from_proto(request.worker), layout)
         except BatonError as error:
             return pb.AttachPoolReply(failure=failure_to_proto(error))
+        except OSError as error:  # of the slab's socket
+            return pb.AttachPoolReply(failure=failure_to_proto(UnavailableError(str(error))))
         return pb.AttachPoolReply(
             node=identity_to_proto(self._node.identity),
             region_path=welcome.path,

@@ -65,7 +65,11 @@ class Slab:
                 param="pool.memory_bytes",
             )
         self.region = SharedRegion.create(self.num_slots * slot_bytes, "pool.memory_bytes")
-        self._server = serve_region(self.region, path)
+        try:
+            self._server = serve_region(self.region, path)
+        except OSError:
+            self.region.close()
+            raise
 
     @property
     def size_bytes(self) -> int:

@@ -145,9 +145,10 @@ class NodeStorage:
             return  # what has arrived by now is worth having
 
     async def close(self) -> None:
-        """Lets go of memory and disk."""
-        if self._mover is not None:
-            await asyncio.to_thread(self._mover.close)
+        """Lets go of memory and disk. What the ledger wants moved or erased from here on is not."""
+        mover, self._mover = self._mover, None
+        if mover is not None:
+            await asyncio.to_thread(mover.close)
         await asyncio.to_thread(self.slab.close)
 
     def _on_moved(self, action: Demote | Promote, succeeded: bool) -> None:

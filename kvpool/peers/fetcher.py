@@ -102,10 +102,12 @@ class PartFetcher:
         self._clock = clock
         self._numbers = itertools.count(1)
 
-    async def bring(self, keys: Sequence[BlockKey], first: int, source: Source) -> bool:
-        """Brings what is missing of `keys`, which begin at block `first` of their text. Returns whether to go on."""
-        ledger = self._store.ledger
-        put = ledger.reserve(keys, _UNKNOWN, self._clock.now_s(), first=first, fetched=True)
+    async def bring(
+        self, keys: Sequence[BlockKey], before: Sequence[BlockKey], source: Source
+    ) -> bool:
+        """Brings what is missing of `keys`, which follow those `before` in their text. Returns whether to go on."""
+        ledger, now_s = self._store.ledger, self._clock.now_s()
+        put = ledger.reserve(keys, _UNKNOWN, now_s, first=len(before), fetched=True, before=before)
         self._store.carry_out()
         if not isinstance(put, PutGrant):
             return False
@@ -348,7 +350,7 @@ class Fetcher:
         end = fetch.at + min(source.num_blocks, self._most_blocks)
         while fetch.at < end:
             part = fetch.keys[fetch.at : min(fetch.at + self._part_blocks, end)]
-            if not await self._parts.bring(part, fetch.at, source):
+            if not await self._parts.bring(part, fetch.keys[: fetch.at], source):
                 return
             self._move(fetch, fetch.at + len(part))
 

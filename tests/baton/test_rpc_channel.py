@@ -1,6 +1,7 @@
 """Channels as they meet peers that are slow, late or restarted."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -84,3 +85,18 @@ async def test_a_peer_that_is_restarted_is_found_soon(tmp_path: Path) -> None:
 async def test_an_address_that_cannot_be_bound_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot bind"):
         bind(new_server(), f"unix:{tmp_path}/no/such/folder")
+
+
+async def test_a_unix_socket_that_another_process_serves_is_not_taken_over(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/pool.sock"
+    first, second = new_server(), new_server()
+    bind(first, address)
+    await first.start()
+    with pytest.raises(ConfigError, match=f"cannot bind {address}: it is taken"):
+        bind(second, address)
+    await first.stop(None)
+    (tmp_path / "pool.sock").unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(f"{tmp_path}/pool.sock")
+    assert bind(second, address) == address
+    await second.stop(None)

@@ -4,6 +4,7 @@ Loopback of Unix sockets only.
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -474,3 +475,26 @@ async def test_a_node_answers_prometheus_where_it_is_asked_to(tmp_path: Path) ->
         assert 'baton_pool_tier_state{tier="ssd"} 0.0' in text
         assert "anna" not in text
     await node.stop()
+
+
+async def test_a_slab_whose_socket_cannot_be_bound_is_said_and_leaves_no_memory(
+    tmp_path: Path, node: Node
+) -> None:
+    (tmp_path / "pool-0.kv").mkdir()  # in the way of the socket
+    before = open_slabs()
+    async with open_channel(node.address) as channel:
+        request = pb.AttachPoolRequest(
+            worker=identity_to_proto(identity("w")), layout=layout_to_proto(LAYOUT)
+        )
+        for _ in range(2):
+            reply = await pool_pb2_grpc.PoolStub(channel).Attach(request, timeout=30)
+            assert str(tmp_path / "pool-0.kv") in reply.failure.message
+    assert open_slabs() == before
+
+
+def open_slabs() -> int:
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            count += "baton-kv" in os.readlink(f"/proc/self/fd/{fd}")
+    return count

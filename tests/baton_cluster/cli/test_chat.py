@@ -150,5 +150,29 @@ def test_a_server_that_is_not_there_is_one_line(capsys):
     assert capsys.readouterr().err.startswith("baton: error: cannot reach http://127.0.0.1:1")
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:port", "http://[::1"])
+def test_a_url_that_is_none_is_one_line(capsys, url):
+    assert main(["chat", "--url", url]) == 2
+    assert capsys.readouterr().err.startswith(f"baton: error: --url {url}: Invalid")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("ALL_PROXY", "gopher://127.0.0.1:1", "gopher"),
+        ("SSL_CERT_FILE", "/nowhere", "No such file"),
+    ],
+)
+def test_a_proxy_or_certificates_that_cannot_be_used_are_one_line(
+    server, monkeypatch, capsys, name, value, said
+):
+    monkeypatch.setenv(name, value)
+    assert main(["chat", "--url", server.url]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("baton: error: the environment's proxy or certificates: ")
+    assert said in shown
+    assert shown.count("\n") == 1
+
+
 def test_what_a_model_says_cannot_steer_the_terminal():
     assert printable("a\x1b[2Jb\x9b1m\tc\nd\r") == "a[2Jb1m\tc\nd"

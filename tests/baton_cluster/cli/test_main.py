@@ -224,6 +224,16 @@ def test_without_standard_input_there_is_no_key():
     assert done.stderr == "baton: error: an API key must have at least 24 characters\n"
 
 
+def test_standard_input_that_is_no_text_is_one_line_and_is_not_shown():
+    command = [sys.executable, "-m", "baton_cluster.cli.main", "tenants", "hash-key"]
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}  # as in most locales
+    done = subprocess.run(
+        command, input=b"hunter2\xff\n", capture_output=True, env=strict, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == b"baton: error: standard input is no text in utf-8\n"
+
+
 @pytest.mark.parametrize(
     "argv",
     [

@@ -84,6 +84,7 @@ def test_an_address_that_no_other_host_could_use_is_asked_for(listen):
         ("name", "ж" * 129),
         ("name", "decode\n0"),
         ("name", "\udc80"),
+        ("name", "blue/decode-0"),
         ("advertise", "host"),
         ("advertise", "host:0"),
         ("advertise", "host:65536"),
@@ -102,6 +103,19 @@ def test_a_name_or_an_address_that_routers_would_refuse_is_refused_at_once(flag,
     with pytest.raises(ConfigError) as caught:
         decide(config, replace(Alone(role="decode", name="x"), **{flag: value}))
     assert caught.value.param == f"--{flag}"
+
+
+@pytest.mark.parametrize("role", ["pool", "simulated"])
+def test_a_name_that_is_too_long_for_its_sockets_is_one_line(role, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", SECRET)
+    monkeypatch.setenv("BATON_CLUSTER_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("BATON_POOL_ENABLED", "true")
+    monkeypatch.setenv("BATON_POOL_MEMORY_BYTES", "1MiB")
+    monkeypatch.setenv("BATON_POOL_ADDRESS", f"unix:{tmp_path}/pool.sock")
+    monkeypatch.setattr(child, "run", lambda *_, **__: pytest.fail("it was started"))
+    assert main(["run", role, "--name", "n" * 100]) == 2
+    assert "run: too long for a Unix socket of nnn" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("flag", ["listen", "metrics"])

@@ -55,6 +55,7 @@ def test_what_the_launcher_refuses_is_one_line(cluster, capsys):
         (["decode=many"], "decode=many: the number of decode workers must be a whole number"),
         (["decode=-1"], "decode=-1: the number of decode workers must be a whole number"),
         (["decode=1000001"], "workers must be a whole number from 0 to 1000000"),
+        (["decode=" + "9" * 5000], "workers must be a whole number from 0 to 1000000"),
         (["decode=1", "decode=2"], "decode=2: decode is given twice"),
     ],
 )

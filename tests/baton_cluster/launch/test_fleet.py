@@ -139,3 +139,12 @@ def test_after_any_changes_every_worker_has_a_number_of_its_own_and_no_limit_is_
         assert fleet.pools["decode"] + fleet.pools["hybrid"] > 0
         if gpus >= 2:
             assert len({plan.worker.gpu for plan in fleet.plans}) == len(fleet.plans)
+
+
+def test_a_worker_for_whose_metrics_there_is_no_port_is_refused():
+    fleet = fleet_of(cluster__metrics_port=65533)
+    fleet.scale({"decode": 2})
+    with pytest.raises(InvalidRequestError, match="from 65533 there is no port left"):
+        fleet.scale({"decode": 3})
+    assert fleet.pools["decode"] == 2
+    fleet.check_integrity()

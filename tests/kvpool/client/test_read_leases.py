@@ -44,3 +44,15 @@ def test_only_leases_that_somebody_may_still_read_under_are_renewed():
     world.leases.renewed(["a", "b"], asked_s=world.clock.now_s() + 100, lease_s=5)
     assert not world.leases.holds("a")
     assert world.leases.holds("b")
+
+
+def test_a_node_that_gives_less_time_than_this_worker_asks_for_prolongs_by_less_too():
+    world = ArenaWorld()
+    world.lease(SEQ, 1, 2, lease_s=5)
+    world.clock.advance(4)
+    world.leases.renewed(["L"], asked_s=world.clock.now_s(), lease_s=30)
+    world.clock.advance(4)
+    assert world.leases.holds("L")
+    world.clock.advance(2)
+    assert not world.leases.holds("L")
+    assert world.leases.offer(SEQ, [key(1)]) == 0

@@ -407,6 +407,30 @@ def test_what_another_node_writes_too_late_may_be_put_by_others_while_it_writes(
     node.empty()
 
 
+def test_what_another_node_writes_counts_against_no_quota_before_it_is_known_whose_it_is():
+    node = world(usual=Allowance(max_bytes=SLOT_BYTES))
+    node.ledger.allow("rich", Allowance())
+    put = node.reserve("abc", "", fetched=True)
+    assert len(put.items) == 3
+    assert node.commit(put.put_id, owners=[owner("rich")] * 3) == 3
+    put = node.reserve("xyz", "", fetched=True)
+    assert node.commit(put.put_id, owners=[owner("poor")] * 3) == 1
+    node.empty()
+
+
+def test_room_for_the_rest_of_a_text_is_not_made_of_its_beginning():
+    node = world(4)
+    node.put("abc")
+    node.put("x")
+    before = chain("abc")
+    rest = node.ledger.reserve(chain("abcdef", 3), owner(), node.now_s, first=3, before=before)
+    assert isinstance(rest, PutGrant)
+    assert len(rest.items) == 1
+    assert node.ledger.held(before) == 3
+    rest = node.ledger.reserve(chain("abcdef", 4), owner(), node.now_s, first=4, before=before)
+    assert isinstance(rest, PutRefused)
+
+
 def test_the_size_of_a_block_may_be_learned_late():
     node = world()
     put = node.reserve("a", fetched=True)

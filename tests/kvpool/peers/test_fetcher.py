@@ -3,6 +3,8 @@ and that other fetches go on.
 """
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -99,7 +101,7 @@ class World:
         return self.links.usable(HOLDER.state.node, self.clock.now_s())
 
     def bring(self, *numbers: int) -> "asyncio.Task[bool]":
-        return asyncio.create_task(self.parts.bring(keys(*(numbers or (1, 2))), 0, HOLDER))
+        return asyncio.create_task(self.parts.bring(keys(*(numbers or (1, 2))), (), HOLDER))
 
     async def stopped(self, at: int = 0) -> None:
         """The holder writes no more of that transfer, and everybody knows."""
@@ -215,3 +217,26 @@ async def test_one_fault_counts_once_against_a_holder() -> None:
     assert world.asked_again(), (
         "it rests for one second after the first fault, for two after the second"
     )
+
+
+async def test_parts_of_a_text_are_brought_behind_those_before_them():
+    brought: list[tuple[list[BlockKey], list[BlockKey]]] = []
+
+    async def bring(part: Sequence[BlockKey], before: Sequence[BlockKey], _: Source) -> bool:
+        brought.append(([*part], [*before]))
+        return True
+
+    async def source(_: Sequence[BlockKey]) -> Source:
+        return replace(HOLDER, num_blocks=3)
+
+    fetcher = Fetcher(
+        cast("Any", SimpleNamespace(bring=bring)),
+        cast("Any", SimpleNamespace(links=PeerLinks(), source=source)),
+        num_slots=32,
+        slot_bytes=SLOT_BYTES,
+        fetch_bytes=1 << 20,
+    )
+    text = keys(*range(4))
+    await fetcher.bring(text, 1, WAIT_S)
+    assert brought == [(text[1:3], text[:1]), (text[3:], text[:3])]
+    await fetcher.close()
