@@ -103,6 +103,7 @@ class AskedAddresses(Generic[_Asking]):
 
     def drop(self, address: str) -> None:
         """Asks there no more until it is sighted anew."""
+        self._roster.give_up(address)
         self._asking.pop(address, None)
         task = self._tasks.pop(address, None)
         if task is not None:

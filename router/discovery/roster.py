@@ -57,6 +57,10 @@ class Roster:
         """Whether the last look named it."""
         return address in self._sighted or address in self._fixed
 
+    def give_up(self, address: str) -> None:
+        """It is not asked any more, unless it is one that is asked always, until a look names it anew."""
+        self._wanted_s.pop(address, None)
+
     def relist(self, fixed: Collection[str]) -> RosterChange:
         """From now on these are asked always, and those that were until now only if a later look names them."""
         before = self.asked

@@ -101,6 +101,13 @@ class RequestAccount:
         return sum(run.output_tokens for run in self.runs)
 
     @property
+    def is_served(self) -> bool:
+        """Whether all that is generated for it came to its end: a request that asked no worker, or whose client left, says
+        nothing of how they fare.
+        """
+        return bool(self.runs) and all(run.timing is not None for run in self.runs)
+
+    @property
     def used_tokens(self) -> int:
         """What it is charged in the end: nothing if the cluster failed it before the first token."""
         if self.error is not None and not self.output_tokens:
@@ -228,7 +235,8 @@ class RateLimiter:
         """Gives back what the request was charged too much."""
         if not account.counted:
             return
-        self._breakers.finished(account.tenant.tenant_id, account.error, self._clock.now_s())
+        tenant_id, now_s = account.tenant.tenant_id, self._clock.now_s()
+        self._breakers.finished(tenant_id, account.error, now_s, served=account.is_served)
         await self._limiter.leave(account.tenant, account.grant, account.used_tokens)
 
     def _check_breaker(self, account: RequestAccount) -> None:

@@ -20,6 +20,8 @@ from baton.telemetry.logs import get_logger
 from router.http.account import RequestAccount
 
 MAX_QUEUED = 10_000
+MAX_QUEUED_CHARS = 64 * 1024 * 1024
+"""Of what was asked and answered; a record that is alone may have more."""
 _BATCH = 500
 _CLOSE_TIMEOUT_S = 5.0
 _PRIVATE_FILE = 0o600
@@ -32,6 +34,11 @@ class AuditContent(msgspec.Struct, frozen=True, kw_only=True):
 
     asked: str
     answered: tuple[str, ...]
+
+    @property
+    def num_chars(self) -> int:
+        """What it takes in memory, about."""
+        return len(self.asked) + sum(map(len, self.answered))
 
 
 class AuditRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -79,6 +86,7 @@ class AuditLog:
         path: The file; made readable for its owner only.
         registry: Where its metrics go.
         max_queued: Records that may wait; beyond that they are dropped.
+        max_queued_chars: The same of what was asked and answered in them.
         close_timeout_s: How long `close` waits for a file that does not take what it is given.
     """
 
@@ -88,11 +96,17 @@ class AuditLog:
         registry: CollectorRegistry,
         *,
         max_queued: int = MAX_QUEUED,
+        max_queued_chars: int = MAX_QUEUED_CHARS,
         close_timeout_s: float = _CLOSE_TIMEOUT_S,
     ) -> None:
         self._path = path
         self._close_timeout_s = close_timeout_s
+        self._max_queued_chars = max_queued_chars
         self._queue: Queue[AuditRecord | None] = Queue(max_queued)
+        self._queued_chars = 0
+        self._done_chars = (
+            0  # those that are written or dropped; each count has one thread that changes it
+        )
         self._written = Counter("baton_audit_records", "Audit records written.", registry=registry)
         self._dropped = Counter(
             "baton_audit_dropped", "Audit records that could not be written.", registry=registry
@@ -104,10 +118,16 @@ class AuditLog:
 
     def write(self, record: AuditRecord) -> None:
         """Leaves a record to be written. Neither blocks nor fails."""
+        num_chars, waiting = _num_chars(record), self._queued_chars - self._done_chars
+        if num_chars and waiting and waiting + num_chars > self._max_queued_chars:
+            self._dropped.inc()
+            return
         try:
             self._queue.put_nowait(record)
         except Full:
             self._dropped.inc()
+        else:
+            self._queued_chars += num_chars
 
     def close(self) -> None:
         """Writes what waits, and ends. Blocks, and no longer than `close_timeout_s`: a disk that is gone, or a pipe that nobody
@@ -131,13 +151,9 @@ class AuditLog:
         while going_on:
             records, going_on = self._take()
             lines = b"".join([encoder.encode(record) + b"\n" for record in records])
-            try:
-                self._append(lines)
-            except OSError as error:
-                self._dropped.inc(len(records))
-                _log.error("audit records are lost", why=error.strerror, path=str(self._path))
-            else:
-                self._written.inc(len(records))
+            counter = self._written if self._is_appended(lines) else self._dropped
+            self._done_chars += sum(map(_num_chars, records))
+            counter.inc(len(records))
 
     def _take(self) -> tuple[list[AuditRecord], bool]:
         """What waits, at least one thing; false with the last."""
@@ -152,6 +168,14 @@ class AuditLog:
             except Empty:
                 return records, True
         return records, False
+
+    def _is_appended(self, lines: bytes) -> bool:
+        try:
+            self._append(lines)
+        except OSError as error:
+            _log.error("audit records are lost", why=error.strerror, path=str(self._path))
+            return False
+        return True
 
     def _append(self, lines: bytes) -> None:
         if not lines:
@@ -180,6 +204,10 @@ class AuditLog:
             self._fd = None
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._fd = os.open(self._path, flags, _PRIVATE_FILE)
+
+
+def _num_chars(record: AuditRecord) -> int:
+    return 0 if record.content is None else record.content.num_chars
 
 
 def audit_record(

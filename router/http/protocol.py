@@ -170,7 +170,7 @@ class BoundedProtocol(HttpToolsProtocol):
                     )
             else:
                 self._framing_bytes += len(data)
-            self.parser.feed_data(data)
+            self._feed(data)
             if not self._in_head and self._framing_bytes > MAX_FRAMING_BYTES:
                 self._refuse(
                     "framing_bytes",
@@ -178,13 +178,38 @@ class BoundedProtocol(HttpToolsProtocol):
                 )
         except _BeyondBound:
             pass
-        except httptools.HttpParserUpgrade:
-            pass  # answered as a request for the resource; what follows it is not read
         except httptools.HttpParserError:
             if self._refused is None:
                 self._refused = ("malformed", "This is not an HTTP request.")
         if self._refused is not None:
             self._answer_refused(*self._refused)
+
+    def _feed(self, data: bytes) -> None:
+        """Has it parsed. A wish for another protocol (`Upgrade: h2c`) is not granted: the request is answered as any other.
+        httptools takes what follows its head for the other protocol; a body is left to a parser that is given its framing.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            rest = data[upgrade.args[0] :]
+        else:
+            return
+        if framing := self._framing_of_body():
+            callbacks = _BehindHead(self)
+            self.parser = httptools.HttpRequestParser(callbacks)
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % framing)
+            callbacks.begin()
+        if rest:
+            self._feed(rest)
+
+    def _framing_of_body(self) -> bytes:
+        """The header fields that say how long the request's body is; empty where it has none."""
+        fields = [
+            b"%b: %b\r\n" % (name, value)
+            for name, value in self.headers
+            if name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" \t0"))
+        ]
+        return b"".join(fields)
 
     def on_message_begin(self) -> None:
         """A request line begins."""
@@ -230,6 +255,11 @@ class BoundedProtocol(HttpToolsProtocol):
         """A piece of the body."""
         self._framing_bytes -= len(body)
         super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole, unless httptools has passed over its body."""
+        if not (self.parser.should_upgrade() and self._framing_of_body()):
+            super().on_message_complete()  # type: ignore[no-untyped-call,unused-ignore]
 
     def on_response_complete(self) -> None:
         """The next request is waited for, if it is not here already. What is left of this one's body does not count."""
@@ -332,6 +362,22 @@ class _Reading(FlowControl):
             self.read_paused = False
             if not self._held:
                 self._transport.resume_reading()
+
+
+class _BehindHead:
+    """Callbacks of a parser for which a request's head is nothing new; passed on from the body on."""
+
+    def __init__(self, protocol: HttpToolsProtocol) -> None:
+        self._protocol = protocol
+        self._begun = False
+
+    def begin(self) -> None:
+        """What the parser finds from now on is new."""
+        self._begun = True
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        callback = getattr(self._protocol, name)
+        return lambda *found: callback(*found) if self._begun else None
 
 
 class _BeyondBound(Exception):  # noqa: N818  # leaves the parser's callback, nothing more

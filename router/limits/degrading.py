@@ -115,10 +115,14 @@ class DegradingLimiter:
         """See `Limiter`."""
         if tenant.limits.unlimited:
             return await self._local.enter(tenant, grant)
+        is_asked = not self.degraded
         decision = await self._ask(lambda: self._shared.enter(tenant, grant))
         if decision is None:
             self._metrics.decided_alone()
             decision = await self._local.enter(tenant, grant)
+            if is_asked and isinstance(decision, LimitRefused):
+                # Redis may have let it in, and its answer have come too late.
+                self._left[grant] = _Left(tenant=tenant, used_tokens=0, at_s=self._clock.now_s())
         elif isinstance(decision, LimitGranted):
             self._local.ledger.hold(tenant, grant)
         else:

@@ -222,9 +222,14 @@ def as_json(text: str, types: Types) -> str:
         value = from_json(word, allow_inf_nan=False)
     except ValueError:  # also where it is nested too deeply
         return json.dumps(text, ensure_ascii=False)
-    name = _type_of(value)
-    fits = name in others or (name == "integer" and "number" in others)
+    fits = _is_of(value, others)
     return word if fits or types == others else json.dumps(text, ensure_ascii=False)
+
+
+def _is_of(value: JsonValue, types: frozenset[str]) -> bool:
+    """Whether a value has one of these types: a whole number is a number, too."""
+    name = _type_of(value)
+    return name in types or (name == "integer" and "number" in types)
 
 
 def is_text(types: Types) -> bool:
@@ -291,7 +296,7 @@ def _values(schema: JsonObject, types: Types) -> tuple[JsonValue, ...] | None:
         listed = [None]
     if not isinstance(listed, list) or types is None:
         return None
-    return tuple(v for v in listed if _type_of(v) in types) or None
+    return tuple(v for v in listed if _is_of(v, types)) or None
 
 
 def _all_values(parts: Sequence[_Told]) -> tuple[JsonValue, ...] | None:

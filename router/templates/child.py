@@ -35,16 +35,11 @@ class AskedProcess:
         self, program: str, settings: bytes, *, purpose: str, max_reply_bytes: int
     ) -> None:
         self._max_reply_bytes = max_reply_bytes
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: S603  # this interpreter, with a file of ours
-                [sys.executable, "-I", program],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                env={k: os.environ[k] for k in _PASSED_ENVIRONMENT if k in os.environ},
-            )
+        try:
+            self._socket, self._process = _started(program)
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise UnavailableError(f"No process to {purpose} could be started: {why}.") from error
         try:
             self._socket.settimeout(START_S)
             self._socket.sendall(message(settings))
@@ -88,3 +83,26 @@ class AskedProcess:
         self._socket.close()
         self._process.kill()
         return max(0, -self._process.wait())
+
+
+def _started(program: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """This end of the standard input of a process that runs `program`, and the process.
+
+    Raises:
+        OSError: There are too many processes or descriptors, or the interpreter is gone.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process = subprocess.Popen(  # noqa: S603  # this interpreter, with a file of ours
+                [sys.executable, "-I", program],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={k: os.environ[k] for k in _PASSED_ENVIRONMENT if k in os.environ},
+            )
+        except OSError:
+            ours.close()
+            raise
+    return ours, process

@@ -52,9 +52,20 @@ class TenantBreakers:
         if (known := self._tenants.get(tenant_id)) is not None:
             known[0].started(now_s)
 
-    def finished(self, tenant_id: TenantId, error: BatonError | None, now_s: float) -> None:
-        """It ended: well, or with an error that may say something of it."""
+    def finished(
+        self,
+        tenant_id: TenantId,
+        error: BatonError | None,
+        now_s: float,
+        *,
+        served: bool = True,
+    ) -> None:
+        """It ended: well, where workers `served` it to its end, or with an error that may say something of it."""
         failed = error is not None and breaks_workers(error)
+        if not failed and not served:
+            if (known := self._tenants.get(tenant_id)) is not None:
+                known[0].abandoned(now_s)
+            return
         self._everybody.add(now_s, failed=failed)
         breaker, outcomes = self._tenants.get(tenant_id) or self._meet(tenant_id, now_s)
         outcomes.add(now_s, failed=failed)

@@ -153,8 +153,11 @@ def _claimed_issuer(token: str) -> str:
 
 
 def _key_id(claims: Mapping[str, Any]) -> str:
+    """What can be written: JSON may hold half a surrogate pair."""
     subject = claims.get("sub")
-    return f"jwt:{subject[:_MAX_SUBJECT]}" if isinstance(subject, str) else "jwt"
+    if not isinstance(subject, str):
+        return "jwt"
+    return "jwt:" + subject[:_MAX_SUBJECT].encode(errors="replace").decode()
 
 
 def _library() -> Any:

@@ -27,6 +27,9 @@ def main() -> None:
     """Encodes until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(_GIVES_WAY)
+    # One text is encoded at a time, and its library would start a thread for each processor: of hundreds the stacks alone
+    # take what a text may.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     connection = socket.socket(fileno=0)
     first = _receive(connection)
     if first is None:

@@ -134,6 +134,40 @@ async def test_a_client_that_leaves_with_tiny_chunks_unparsed_harms_nobody():
         assert answer.startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+@pytest.mark.parametrize("is_cut", [False, True])
+async def test_a_wish_for_another_protocol_is_passed_over_and_its_body_is_read(
+    framing: str, is_cut: bool
+):
+    """As of Java's own client, which asks for HTTP/2 with its first request."""
+    length = b"Content-Length: %d" % len(_COMPLETION)
+    chunked = framing == "chunked"
+    body = _chunks(_COMPLETION, 10) + b"0\r\n\r\n" if chunked else _COMPLETION
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b\r\n" % (
+        b"Transfer-Encoding: chunked" if chunked else length
+    )
+    wish = (
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n\r\n"
+    )
+    behind = b"GET /health HTTP/1.1\r\nHost: x\r\n" + wish
+    last = head + b"Connection: close\r\n\r\n" + body
+    sent = [head + wish, body, behind, last]
+    async with serve() as served, listening(served.app, registry=served.registry) as url:
+        answer = await _answer(url, *(sent if is_cut else [b"".join(sent)]))
+        assert answer.count(b"HTTP/1.1 200 OK") == answer.count(b"HTTP/1.1") == 3
+        assert answer.count(b'"text_completion"') == 2
+
+
+async def test_the_framing_of_a_body_behind_a_wish_for_another_protocol_is_held_to():
+    async with serve() as served, listening(served.app, registry=served.registry) as url:
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+        )
+        answer = await _answer(url, head + b"Transfer-Encoding: gzip\r\n\r\nx")
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert _refused(served, "malformed") == 1
+
+
 async def test_header_fields_are_counted():
     async with serve() as served, listening(served.app, registry=served.registry) as url:
         for count, status in ((MAX_HEADER_FIELDS, b"200"), (MAX_HEADER_FIELDS + 1, b"400")):

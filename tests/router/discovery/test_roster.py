@@ -29,6 +29,15 @@ def test_an_address_that_nothing_names_and_nobody_answers_at_is_given_up_after_a
     assert roster.look({"a"}, (), 11.0).opened == ("a",)
 
 
+def test_an_address_that_was_given_up_is_asked_from_the_look_that_names_it_anew():
+    roster = Roster(["listed"])
+    roster.look({"a"}, {"a"}, 0.0)
+    roster.give_up("a")
+    roster.give_up("listed")
+    assert roster.asked == {"listed"}
+    assert roster.look({"a"}, (), 1.0).opened == ("a",)
+
+
 def test_what_is_listed_is_asked_always_and_never_opened_twice():
     roster = Roster(["listed"], linger_s=1.0)
     assert roster.look({"listed"}, (), 0.0).opened == ()

@@ -169,6 +169,19 @@ async def test_a_tenant_whose_requests_keep_breaking_workers_is_slowed():
         assert (await served.chat(KEY)).status_code == 200
 
 
+async def test_who_is_slowed_stays_so_whatever_it_asks_that_no_worker_sees():
+    made = parts("weight: 1")
+    for _ in range(5):
+        made["breakers"].finished(TenantId("another"), None, made["clock"].now_s())
+    async with serve(parts=made) as served:
+        served.generator.fault = WorkerLostError("lost")
+        assert await _broken(served, 5) == [503] * 5
+        made["clock"].advance(5.0)
+        counted = {"model": MODEL, "prompt": "hi"}
+        assert (await served.http.post("/tokenize", json=counted, headers=KEY)).status_code == 200
+        assert await _broken(served, 2) == [503, 429], "one was tried"
+
+
 async def test_a_tenant_without_tokens_is_refused_before_its_prompt_is_looked_at():
     made = parts("tokens_per_minute: 60, token_burst: 100")
     async with serve(parts=made) as served:

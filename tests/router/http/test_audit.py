@@ -6,10 +6,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.telemetry.metrics import new_registry
-from router.http.audit import AuditLog, AuditRecord
+from router.http.audit import AuditContent, AuditLog, AuditRecord
 from tests.router.http.test_account import KEY, parts
 from tests.router.served import serve
 
@@ -92,6 +93,24 @@ def test_more_than_can_wait_is_dropped_and_counted(tmp_path):
         written = len(reader.read().split("\n")) - 1
     assert dropped
     assert written + dropped == 1000
+
+
+def test_of_what_was_asked_no_more_waits_than_may_however_few_the_records_are(tmp_path):
+    registry = new_registry()
+    os.mkfifo(tmp_path / "slow")
+    log = AuditLog(tmp_path / "slow", registry, max_queued_chars=1000)
+    for number in range(10):
+        content = AuditContent(asked="x" * 200, answered=("y" * 100, "z" * 100))
+        log.write(msgspec.structs.replace(_record(number), content=content))
+    assert registry.get_sample_value("baton_audit_dropped_total") == 8
+    log.write(_record(10))  # without content it takes no room
+    with (tmp_path / "slow").open() as reader:
+        _wait_until(lambda: registry.get_sample_value("baton_audit_records_total") == 3)
+        content = AuditContent(asked="x" * 2000, answered=())
+        log.write(msgspec.structs.replace(_record(11), content=content))  # alone it may have more
+        log.close()
+        names = [json.loads(line)["request_id"] for line in reader]
+    assert names == ["0", "1", "10", "11"]
 
 
 async def _audited(

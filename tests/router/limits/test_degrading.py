@@ -25,6 +25,8 @@ class Shared(LocalLimiter):
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(clock)
         self.away = False
+        self.late = False
+        """Who enters is let in, and does not hear it."""
         self.asked = 0
         self.routers: set[str] = set()
         self.forgotten: list[GrantId] = []
@@ -40,7 +42,10 @@ class Shared(LocalLimiter):
 
     async def enter(self, tenant: Tenant, grant: GrantId) -> LimitGranted | LimitRefused:
         self._answer()
-        return await super().enter(tenant, grant)
+        decision = await super().enter(tenant, grant)
+        if self.late:
+            raise UnavailableError("late")
+        return decision
 
     async def charge(
         self, tenant: Tenant, grant: GrantId, tokens: int
@@ -189,6 +194,19 @@ async def test_of_what_left_longer_ago_than_a_lease_nothing_is_told_or_kept():
     world.clock.advance(30.0)
     await world.limiters[0].renew()
     assert world.shared.forgotten == [grant(0)]
+
+
+async def test_who_was_let_in_too_late_to_hear_it_and_refused_here_takes_no_place():
+    world, asks = World(2, known=2), tenant(max_concurrency=2)
+    await world.limiters[0].renew()
+    await world.limiters[0].enter(asks, grant(0))
+    world.shared.late = True
+    assert isinstance(await world.limiters[0].enter(asks, grant(1)), LimitRefused)
+    world.shared.late = False
+    world.clock.advance(1.0)
+    await world.limiters[0].renew()
+    assert (await world.limiters[1].usage(asks)).in_flight == 1
+    await world.limiters[0].leave(asks, grant(0), 0)
 
 
 async def test_what_leaves_while_it_is_renewed_takes_no_place():

@@ -136,6 +136,13 @@ def test_references_are_followed_however_many_there_are() -> None:
     assert read(schema, "12", shared=shared) == 12
 
 
+def test_whole_numbers_that_a_schema_lists_among_numbers_can_be_written() -> None:
+    listed: JsonObject = {"type": ["string", "number"], "enum": ["auto", 1, 2.5, True]}
+    parameters: JsonObject = {"type": "object", "properties": {"a": listed}}
+    held = TaggedArgument(name="a", required=False, texts=("auto", "1", "2.5"))
+    assert tagged_arguments(parameters) == [held]
+
+
 def test_only_so_many_values_of_texts_are_written_out() -> None:
     values: JsonObject = {"enum": [str(i) for i in range(3000)]}
     parameters: JsonObject = {

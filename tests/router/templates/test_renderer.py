@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.errors import ConfigError, InvalidRequestError
+from baton.errors import ConfigError, InvalidRequestError, UnavailableError
 from router.templates.renderer import Conversation, TemplateRenderer, read_template
 from tests.waits import eventually
 
@@ -74,6 +74,18 @@ def test_a_child_that_was_killed_is_replaced(renderer: TemplateRenderer):
     os.kill(first.pid, signal.SIGKILL)
     first.wait(timeout=30)
     assert renderer.render(saying("hi")) == "<s>hi"
+
+
+def test_where_no_child_can_be_started_that_is_said_and_the_next_conversation_is_rendered(
+    renderer: TemplateRenderer, monkeypatch
+):
+    with monkeypatch.context() as context:
+        context.setattr("sys.executable", "/nowhere/python")  # as where it is being replaced
+        descriptors = psutil.Process().num_fds()
+        with pytest.raises(UnavailableError, match="could be started: no such file or directory"):
+            renderer.render(saying("hi"))
+        assert psutil.Process().num_fds() == descriptors
+    assert "hi" in renderer.render(saying("hi"))
 
 
 def test_closing_leaves_no_child():

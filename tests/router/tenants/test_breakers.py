@@ -85,6 +85,20 @@ def test_after_the_pause_one_request_is_tried_and_its_success_forgives():
     assert breakers.wait_s(BAD, now_s) == 0
 
 
+def test_what_no_worker_served_to_its_end_is_no_success():
+    breakers = TenantBreakers()
+    _send(breakers, GOOD, None, 20)
+    _send(breakers, BAD, WorkerLostError("x"), 10)
+    now_s = breakers.wait_s(BAD, 0.0)
+    breakers.started(BAD, now_s)
+    breakers.finished(BAD, None, now_s, served=False)
+    assert breakers.wait_s(BAD, now_s) == 0, "another may be tried"
+    breakers.started(BAD, now_s)
+    assert breakers.wait_s(BAD, now_s) > 0, "but one at a time"
+    breakers.finished(BAD, WorkerLostError("x"), now_s)
+    assert breakers.wait_s(BAD, now_s) > 0
+
+
 @given(
     st.lists(
         st.tuples(

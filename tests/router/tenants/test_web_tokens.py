@@ -77,6 +77,10 @@ def test_a_good_token_names_its_tenant_and_its_subject():
     assert (bearer.tenant, bearer.key_id) == ("acme", "jwt:someone")
 
 
+def test_a_subject_that_is_no_text_is_named_by_what_of_it_can_be_written():
+    assert tokens().verify(token(sub="a\ud800b")).key_id == "jwt:a?b"
+
+
 def test_the_key_is_found_by_its_id():
     assert tokens().verify(token("k2")).tenant == "acme"
 

@@ -55,6 +55,12 @@ async def test_after_a_very_long_text_the_child_and_its_memory_are_gone(
     assert await _encode(encoder, TEXT) == _expected(TEXT)
 
 
+async def test_a_child_has_one_thread_however_many_processors_there_are(encoder: LongTextEncoder):
+    await _encode(encoder, TEXT)
+    (child,) = _children()
+    assert child.num_threads() == 1
+
+
 async def test_a_child_that_was_killed_is_replaced(encoder: LongTextEncoder):
     await _encode(encoder, TEXT)
     (child,) = _children()

@@ -2,6 +2,7 @@ import asyncio
 import logging
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -254,6 +255,11 @@ async def test_a_worker_that_moved_is_left_where_it_was_and_joins_where_it_is(tm
         assert (joined.hello.identity, joined.address) == (lost.worker, there.address)
         assert [link.address for link in links.links] == [there.address]
         await there.kill()
+        links.follow(sighted(here))
+        assert [await soon(events.get()) for _ in range(2)] == [
+            WorkerLost(worker=lost.worker, reason=ANY),
+            before,
+        ]
 
 
 async def test_a_worker_whose_name_is_anothers_now_is_left_and_asked_again(tmp_path):
