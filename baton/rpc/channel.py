@@ -19,7 +19,6 @@ from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.identity import PeerRole
 
 _UNIX = "unix:"
-_PROBE_S = 1.0
 _SMALL = ServerBounds()
 
 _OPTIONS: list[tuple[str, int | str]] = [
@@ -119,10 +118,9 @@ def bind(
     """
     try:
         if address.startswith(_UNIX):
+            # gRPC would take it over, and the other process's end remove it.
             if _is_served(address.removeprefix(_UNIX)):
-                raise _cannot_bind(
-                    address
-                )  # gRPC would take it over, and the other's end remove it
+                raise _cannot_bind(address)
             server.add_insecure_port(address)
         else:
             own = _needed(credentials, address)
@@ -141,13 +139,13 @@ def bind(
 def _is_served(path: str) -> bool:
     """Whether a process listens there; a killed one leaves a file at which none does."""
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(_PROBE_S)
+        probe.setblocking(False)
         try:
             probe.connect(path)
-        except TimeoutError:  # it is too busy to accept
-            return True
-        except OSError:
+        except (ConnectionRefusedError, FileNotFoundError):
             return False
+        except OSError:  # as many wait to be let in as may, or nobody can be here
+            return True
     return True
 
 

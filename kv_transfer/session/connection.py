@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from baton.errors import IncompatibleError, TransferError, UnreachableError
+from baton.errors import BatonError, IncompatibleError, TransferError, UnreachableError
 from baton.ids import BlockId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.pages import PageWrite
@@ -191,7 +191,7 @@ class PeerConnection:
             return self._senders[handle.backend].connect(
                 handle, self._layout, accepted.layout, lease
             )
-        except (TransferError, IncompatibleError):
+        except BatonError:
             raise
         except Exception as error:
             raise TransferError(f"{handle.backend} cannot connect: {error!r}") from error

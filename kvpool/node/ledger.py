@@ -22,6 +22,7 @@ A slot or extent is used again only once nothing can be reading or writing it an
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, count, repeat
 
@@ -215,8 +216,8 @@ class NodeLedger:
     ) -> PutGrant | PutRefused:
         """Gives slots to write to for blocks that are neither held nor being written, for `put_timeout_s`.
 
-        Evicts as needed, but none of `keys` and `before`, nor what other tenants have within their share. Where there is room for a
-        part, the beginning of `keys` is granted.
+        Evicts as needed, but none of `keys` and `before`, nor what other tenants have within their share. Where there is
+        room for a part, the beginning of `keys` is granted.
 
         Args:
             keys: Consecutive blocks of one text.
@@ -246,7 +247,8 @@ class NodeLedger:
         wanted, held = self._split(keys, first)
         if not wanted:
             return _NOTHING_TO_WRITE
-        held += [slot for key in before if (slot := self._blocks.readable(key)) is not None]
+        if self._blocks.memory.num_free < len(wanted):
+            held += self._readable(before)
         has_quota = bool(owner.tenant) or not fetched
         room = self._make_room(len(wanted), billing.account, held, now_s, has_quota=has_quota)
         if isinstance(room, PutRefused):
@@ -273,8 +275,10 @@ class NodeLedger:
         now_s: float,
         owners: Sequence[Owner] | None = None,
         size_bytes: int | None = None,
+        before: Sequence[BlockKey] = (),
     ) -> int:
-        """The writer is done: its blocks are held from now on.
+        """The writer is done: its blocks are held from now on, unless that would leave no room in their owner's quota for
+        those `before` them.
 
         Args:
             put_id: The put.
@@ -282,13 +286,17 @@ class NodeLedger:
             now_s: The time.
             owners: Whose the blocks turned out to be, where that was not known when they were reserved.
             size_bytes: Of each block, likewise.
+            before: As for `reserve`.
 
         Returns:
             How many blocks are held now; 0 for a put that is over, or was too late.
         """
         self._expire_puts(now_s)
         put = self._close_put(put_id)
-        num_written = 0 if put is None else self._hold_written(put, checksums, owners, size_bytes)
+        num_written = 0
+        if put is not None:
+            with self._pinned(self._readable(before)):
+                num_written = self._hold_written(put, checksums, owners, size_bytes)
         self.tier_moves.make_headroom(now_s)
         return num_written
 
@@ -326,17 +334,26 @@ class NodeLedger:
         self, wanted: int, account: Account, held: list[Slot], now_s: float, *, has_quota: bool
     ) -> int | PutRefused:
         """Room for at most `wanted` blocks, without giving up any of `held`."""
-        for slot in held:
-            slot.users += 1
-        try:
+        with self._pinned(held):
             room = self._within_quota(wanted, account) if has_quota else wanted
             if not room:
                 detail = f"tenant {account.tenant} may hold {account.max_blocks} blocks here"
                 return PutRefused(reason=PutRefusalReason.OVER_QUOTA, detail=detail)
             room = self._evictor.make_slots(room, account, now_s)
             return room or PutRefused(reason=PutRefusalReason.FULL, detail="all blocks are in use")
+
+    def _readable(self, keys: Iterable[BlockKey]) -> list[Slot]:
+        return [slot for key in keys if (slot := self._blocks.readable(key)) is not None]
+
+    @contextmanager
+    def _pinned(self, slots: Sequence[Slot]) -> Iterator[None]:
+        """None of these is given up meanwhile."""
+        for slot in slots:
+            slot.users += 1
+        try:
+            yield
         finally:
-            for slot in held:
+            for slot in slots:
                 self._blocks.release(slot)
 
     def _within_quota(self, wanted: int, account: Account) -> int:

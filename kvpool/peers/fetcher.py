@@ -105,7 +105,9 @@ class PartFetcher:
     async def bring(
         self, keys: Sequence[BlockKey], before: Sequence[BlockKey], source: Source
     ) -> bool:
-        """Brings what is missing of `keys`, which follow those `before` in their text. Returns whether to go on."""
+        """Brings what is missing of `keys`, which follow those `before` in their text. Returns whether to go on: not where
+        their tenant has no room for all of them.
+        """
         ledger, now_s = self._store.ledger, self._clock.now_s()
         put = ledger.reserve(keys, _UNKNOWN, now_s, first=len(before), fetched=True, before=before)
         self._store.carry_out()
@@ -117,7 +119,7 @@ class PartFetcher:
             keys=[item.key for item in put.items], slots=[item.slot for item in put.items]
         )
         begin_s = self._clock.now_s()
-        coming = await self._fill_and_end(put.put_id, fetched, source)
+        coming = await self._fill_and_end(put.put_id, fetched, before, source)
         if coming is None:
             ledger.counts.failed_fetches += 1
             return False
@@ -125,10 +127,10 @@ class PartFetcher:
         self._neighbours.links.landed(
             source.state.node, coming.block_bytes * len(put.items), seconds
         )
-        return True
+        return ledger.held(fetched.keys) == len(fetched.keys)
 
     async def _fill_and_end(
-        self, put_id: str, part: _Part, source: Source
+        self, put_id: str, part: _Part, before: Sequence[BlockKey], source: Source
     ) -> IncomingBlocks | None:
         """The put is over afterwards, and nothing writes to its slots; or the part is overdue. None: nothing has come."""
         ledger, coming, sums = self._store.ledger, None, list[bytes]()
@@ -152,7 +154,7 @@ class PartFetcher:
             ledger.abandon(put_id)
             return None
         now_s = self._clock.now_s()
-        ledger.commit(put_id, sums, now_s, coming.owners, coming.block_bytes)
+        ledger.commit(put_id, sums, now_s, coming.owners, coming.block_bytes, before)
         ledger.read_frequency.read(part.keys, now_s)
         self._store.carry_out()
         return coming if all(sums) else None

@@ -103,10 +103,8 @@ class AuditLog:
         self._close_timeout_s = close_timeout_s
         self._max_queued_chars = max_queued_chars
         self._queue: Queue[AuditRecord | None] = Queue(max_queued)
-        self._queued_chars = 0
-        self._done_chars = (
-            0  # those that are written or dropped; each count has one thread that changes it
-        )
+        # Characters that were ever queued, and of those the ones that are written or dropped: one thread changes each count.
+        self._queued_chars = self._done_chars = 0
         self._written = Counter("baton_audit_records", "Audit records written.", registry=registry)
         self._dropped = Counter(
             "baton_audit_dropped", "Audit records that could not be written.", registry=registry

@@ -197,6 +197,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if framing := self._framing_of_body():
             callbacks = _BehindHead(self)
             self.parser = httptools.HttpRequestParser(callbacks)
+            # As uvicorn has it: what follows a last request is passed over.
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % framing)
             callbacks.begin()
         if rest:

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -100,3 +100,17 @@ async def test_a_unix_socket_that_another_process_serves_is_not_taken_over(tmp_p
         killed.bind(f"{tmp_path}/pool.sock")
     assert bind(second, address) == address
     await second.stop(None)
+
+
+async def test_a_unix_socket_whose_process_lets_nobody_in_is_not_taken_over(tmp_path: Path) -> None:
+    with ExitStack() as waiting:
+        hung = waiting.enter_context(socket.socket(socket.AF_UNIX))
+        hung.bind(f"{tmp_path}/pool.sock")
+        hung.listen(0)
+        for _ in range(2):
+            client = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            with suppress(BlockingIOError):
+                client.connect(f"{tmp_path}/pool.sock")
+        with pytest.raises(ConfigError, match="it is taken"):
+            bind(new_server(), f"unix:{tmp_path}/pool.sock")

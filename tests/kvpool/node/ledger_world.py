@@ -109,11 +109,11 @@ class World:
         for item in self.writers[put_id].grant.items:
             self.slots[item.slot] = bytes_of(item.key)
 
-    def commit(self, put_id: str, *, skip: int | None = None, owners=None) -> int:
+    def commit(self, put_id: str, *, skip: int | None = None, owners=None, before=()) -> int:
         self.write(put_id)
         items = self.writers.pop(put_id).grant.items
         sums = [b"" if at == skip else bytes_of(item.key) for at, item in enumerate(items)]
-        count = self.ledger.commit(put_id, sums, self.now_s, owners)
+        count = self.ledger.commit(put_id, sums, self.now_s, owners, before=before)
         self.run()
         return count
 

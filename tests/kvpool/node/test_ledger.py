@@ -431,6 +431,17 @@ def test_room_for_the_rest_of_a_text_is_not_made_of_its_beginning():
     assert isinstance(rest, PutRefused)
 
 
+def test_room_in_a_quota_for_the_rest_of_a_text_is_not_made_of_its_beginning():
+    node = world(8, usual=Allowance(max_bytes=3 * SLOT_BYTES))
+    node.put("x")
+    node.put("ab")
+    rest = node.reserve("abcdef", "", first=2, fetched=True)
+    assert len(rest.items) == 4
+    assert node.commit(rest.put_id, owners=[owner()] * 4, before=chain("ab")) == 1
+    assert node.ledger.held(chain("abcdef")) == 3
+    node.empty()
+
+
 def test_the_size_of_a_block_may_be_learned_late():
     node = world()
     put = node.reserve("a", fetched=True)

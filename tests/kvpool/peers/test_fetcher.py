@@ -8,13 +8,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from baton.clock import ManualClock
 from baton.errors import BatonError, PoolUnavailableError, TransferError
 from baton.ids import BlockKey, WorkerIdentity, XferId
 from baton.rpc.v1 import pool_pb2 as pb
 from kv_transfer.session.handshake import SessionEndpoint
 from kv_transfer.ticket import TicketOffice
-from kvpool.messages import NodeState, Owner, PutGrant
+from kvpool.messages import Allowance, NodeState, Owner, PutGrant
 from kvpool.node.ledger import NodeLedger, NodeLimits
 from kvpool.node.slab import slab_layout
 from kvpool.peers.fetcher import Fetcher, PartFetcher
@@ -79,7 +81,9 @@ class World:
         store: Any = SimpleNamespace(
             ledger=self.ledger,
             carry_out=lambda: None,
-            slab=SimpleNamespace(slot_bytes=SLOT_BYTES),
+            slab=SimpleNamespace(
+                slot_bytes=SLOT_BYTES, right=lambda slots, *_: [True] * len(slots)
+            ),
         )
         self.neighbours = cast("Any", SimpleNamespace(links=self.links, ask=ask))
         self.parts = PartFetcher(
@@ -217,6 +221,18 @@ async def test_one_fault_counts_once_against_a_holder() -> None:
     assert world.asked_again(), (
         "it rests for one second after the first fault, for two after the second"
     )
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+async def test_a_text_is_fetched_as_far_as_its_tenants_quota_goes(has_room: bool) -> None:
+    world = World(answer=coming())
+    world.ledger.allow("anna", Allowance(max_bytes=(2 if has_room else 1) * SLOT_BYTES))
+    bringing = world.bring()
+    await soon(world.asked.get())
+    world.inbound.landed.set_result(None)
+    assert await soon(bringing) is has_room
+    assert world.ledger.held(keys(1, 2)) == (2 if has_room else 1)
+    assert world.ledger.counts.failed_fetches == 0
 
 
 async def test_parts_of_a_text_are_brought_behind_those_before_them():
