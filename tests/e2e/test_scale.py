@@ -104,6 +104,7 @@ def test_what_cannot_be_is_refused_in_one_line_that_names_the_pool_and_the_limit
         assert len(_processes(cluster)) == 3
 
 
+@pytest.mark.slow  # 40 seconds of two cores
 def test_streams_of_a_worker_that_is_too_many_outlast_its_drain(monkeypatch) -> None:
     monkeypatch.setenv("BATON_CLUSTER_DRAIN_TIMEOUT_S", "1")
     with serve(None) as cluster:
