@@ -5,7 +5,6 @@ in processes of this user only.
 """
 
 import os
-import socket
 import stat
 
 import grpc
@@ -17,6 +16,7 @@ from baton.rpc.bounds import CONNECTIONS, FRAME_BYTES, UNREAD_BYTES, ServerBound
 from baton.rpc.connections import HANDSHAKE_S
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.identity import PeerRole
+from baton.unix_socket import is_served
 
 _UNIX = "unix:"
 _SMALL = ServerBounds()
@@ -119,7 +119,7 @@ def bind(
     try:
         if address.startswith(_UNIX):
             # gRPC would take it over, and the other process's end remove it.
-            if _is_served(address.removeprefix(_UNIX)):
+            if is_served(address.removeprefix(_UNIX)):
                 raise _cannot_bind(address)
             server.add_insecure_port(address)
         else:
@@ -134,19 +134,6 @@ def bind(
     if port == 0:
         raise _cannot_bind(address)
     return f"{address.rpartition(':')[0]}:{port}"
-
-
-def _is_served(path: str) -> bool:
-    """Whether a process listens there; a killed one leaves a file at which none does."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except OSError:  # as many wait to be let in as may, or nobody can be here
-            return True
-    return True
 
 
 def _cannot_bind(address: str) -> ConfigError:

@@ -33,13 +33,7 @@ from baton.errors import ConfigError, UnavailableError
 from baton_cluster.cli import status
 from baton_cluster.cli.router_control import configured_dir, of_environment
 from baton_cluster.launch import listener
-from baton_cluster.launch.machine import (
-    HUGE_PAGES_SWITCH,
-    huge_pages,
-    memory_limit_bytes,
-    shared_huge_pages,
-    usable_cores,
-)
+from baton_cluster.launch.machine import huge_pages, memory_limit_bytes, usable_cores
 from baton_cluster.launch.runtime_dir import (
     ROUTER_SOCKET,
     RuntimeDir,
@@ -50,7 +44,11 @@ from baton_cluster.launch.runtime_dir import (
 )
 from baton_vllm.settings import installed_version, missing
 from kv_transfer.backends.registry import BACKENDS
-from kv_transfer.memory.shared_region import available_bytes
+from kv_transfer.memory.shared_region import (
+    HUGE_PAGES_SWITCH,
+    available_bytes,
+    shared_huge_pages,
+)
 
 _GIB = 1 << 30
 _COMMAND_TIMEOUT_S = 20.0

@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-HUGE_PAGES_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -30,13 +29,6 @@ def memory_limit_bytes() -> int | None:
         if text.isdigit() and int(text) < 2**60:
             return int(text)
     return None
-
-
-def shared_huge_pages() -> str:
-    """When shared memory, in which arenas lie, gets huge pages: `never`, `advise` ...; `unknown` where Linux does not
-    say.
-    """
-    return _read(HUGE_PAGES_SWITCH).partition("[")[2].partition("]")[0] or "unknown"
 
 
 def huge_pages() -> tuple[int, int]:

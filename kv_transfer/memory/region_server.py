@@ -30,6 +30,7 @@ from pathlib import Path
 
 from baton.errors import TransferError
 from baton.telemetry.logs import get_logger
+from baton.unix_socket import is_served
 from kv_transfer.memory.attach import DETACH, TOKEN_BYTES, UNIX, keep_alive
 from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.proof import (
@@ -355,8 +356,12 @@ class RegionServer:
                 attachment.process = watch_process(peer)
             peer.sendall(proof.of_server())
             self._on_attach(peer, attachment.token, proof.reply_key())
-        except Exception as error:  # noqa: BLE001  # a transport's own, or no thread for the peer: others wait to be let in
-            _log.warning("a peer could not attach", reason=repr(error))
+        except Exception as error:  # noqa: BLE001
+            # Also a transport's own, or that no thread is left for the peer: others wait to be let in.
+            if isinstance(error, OSError | TransferError):
+                _log.warning("a peer could not attach", reason=str(error))
+            else:
+                _log.error("a peer could not attach", cause=error)
             _forget_process(attachment)
             self._left(attachment, peer)
             return
@@ -426,14 +431,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 def _abandoned(path: str) -> bool:
     """Whether a socket file lies there that no process serves."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            return Path(path).is_socket()
-        except FileNotFoundError:
-            return False
-    return False
+    return not is_served(path) and Path(path).is_socket()
 
 
 def _hang_up(peer: socket.socket) -> None:

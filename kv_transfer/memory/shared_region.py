@@ -27,7 +27,7 @@ _MOST_POPULATED_BYTES = 16 << 30
 _POPULATED_AT_ONCE_BYTES = 16 << 20
 _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
 """Since Linux 5.14 and 6.1; unknown to `mmap`."""
-_HUGE_PAGES_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+HUGE_PAGES_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 class SharedRegion:
@@ -68,7 +68,7 @@ class SharedRegion:
             )  # before memory is taken, which by its size may be in huge pages
             os.posix_fallocate(fd, 0, size_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls(fd, size_bytes, wants_huge_pages=_grants_huge_pages())
+            return cls(fd, size_bytes, wants_huge_pages=shared_huge_pages() == "advise")
         except OSError as error:
             os.close(fd)
             if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
@@ -147,12 +147,15 @@ class SharedRegion:
                 return
 
 
-def _grants_huge_pages() -> bool:
-    """Whether this host gives them to shared memory that asks, and to no other."""
+def shared_huge_pages() -> str:
+    """When this host gives huge pages to shared memory: `never`, to what asks for them (`advise`) ...; `unknown` where
+    Linux does not say.
+    """
     try:
-        return "[advise]" in _HUGE_PAGES_SWITCH.read_text()
+        told = HUGE_PAGES_SWITCH.read_text()
     except OSError:
-        return False
+        return "unknown"
+    return told.partition("[")[2].partition("]")[0]
 
 
 def available_bytes() -> int:

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import OutOfMemoryError, TransferError
-from baton_cluster.launch.machine import shared_huge_pages
 from kv_transfer.memory import shared_region
-from kv_transfer.memory.shared_region import SharedRegion, available_bytes
+from kv_transfer.memory.shared_region import SharedRegion, available_bytes, shared_huge_pages
 from tests.waits import eventually
 
 

@@ -135,23 +135,17 @@ void widen(Panel& panel, int64_t pairs, float* wide) {
         }
 }
 
-// Memory of this thread, one for all products: for rows that it packs for itself, the plain copy of a compressed panel, a
-// widened panel with the sums of a block, and a panel's gates.
-float* room_for_rows(int64_t floats) {
-    static thread_local std::vector<float> memory;
-    return kept(memory, floats);
-}
-uint32_t* room_for_copy(int64_t words) {
-    static thread_local std::vector<uint32_t> memory;
-    return kept(memory, words);
-}
-float* room_for_panel(int64_t floats) {
-    static thread_local std::vector<float> memory;
-    return kept(memory, floats);
-}
-float* room_for_gates(int64_t floats) {
-    static thread_local std::vector<float> memory;
-    return kept(memory, floats);
+// Memory of this thread, one for all products.
+struct Room {
+    std::vector<float> rows;     // that it packs for itself
+    std::vector<uint32_t> copy;  // of a compressed panel, plain
+    std::vector<float> panel;    // widened, and the sums of a block
+    std::vector<float> gates;    // of a panel
+};
+
+Room& room() {
+    static thread_local Room own;
+    return own;
 }
 
 // GATED as `gate_bfloat16`: a panel of gates is followed by that of the values that they let through.
@@ -181,7 +175,7 @@ class Product {
             for (int64_t tile = 0; tile < tiling.count(); tile++) pack_tile(tile);
         } else if (!lies_packed()) {
             // Every thread packs for itself: none waits, and no line goes to and fro between them.
-            packed = room_for_rows(packed_floats(tiling.rows, inputs));
+            packed = kept(room().rows, packed_floats(tiling.rows, inputs));
             for (int64_t tile = 0; tile < tiling.count(); tile++) pack_tile(tile);
         }
         if (matrix.codes)
@@ -264,7 +258,7 @@ class Product {
     void multiply_block(int64_t panel, int64_t begin, int64_t end) const {
         const int64_t column = panel * PANEL;
         if constexpr (GATED) {
-            float* gates = room_for_gates((tiling.first(end) - tiling.first(begin)) * PANEL);
+            float* gates = kept(room().gates, (tiling.first(end) - tiling.first(begin)) * PANEL);
             auto gates_of = [&](int64_t tile) { return gates + (tiling.first(tile) - tiling.first(begin)) * PANEL; };
             block_sums<Panel>(panel, panels + panel, begin, end, [&](const float* sums, int64_t tile) {
                 std::copy_n(sums, tiling.height(tile) * PANEL, gates_of(tile));
@@ -351,7 +345,7 @@ class Product {
     // meanwhile.
     template <typename Panel, typename Put>
     void stream_block(int64_t index, int64_t next, int64_t begin, int64_t end, Put put) const {
-        uint32_t* copy = Panel::IS_COMPRESSED ? room_for_copy(pairs * PANEL) : nullptr;
+        uint32_t* copy = Panel::IS_COMPRESSED ? kept(room().copy, pairs * PANEL) : nullptr;
         const OwnLines<> own{pairs, next - index};
         const PlainPanel<> panel = Panel::IS_COMPRESSED ? PlainPanel<>(copy) : PlainPanel<>(matrix, index);
         // The last tile is the first one where it is the lowest.
@@ -396,7 +390,7 @@ class Product {
     // It is widened for all of them.
     template <typename Panel, typename Put>
     void widen_block(int64_t index, int64_t next, int64_t begin, int64_t end, Put put) const {
-        float* wide = room_for_panel((DEPTH + BLOCK) * PANEL);
+        float* wide = kept(room().panel, (DEPTH + BLOCK) * PANEL);
         float* sums = wide + DEPTH * PANEL;
         Panel panel(matrix, index);
         for (int64_t k = 0; k < 2 * pairs; k += DEPTH) {

@@ -197,7 +197,7 @@ void multiply_pairs(const Matrix& matrix, const bfloat16* x, T* out, int64_t row
 }
 
 bool gates_in_pairs(const Matrix& matrix, int64_t rows) {
-    return rows > ROWS && !matrix.bias && matrix.inputs % 2 == 0 && matrix.columns % (2 * PANEL) == 0;
+    return rows > ROWS && matrix.inputs % 2 == 0 && gates_in_panels(matrix);
 }
 
 void gate_pairs(const Matrix& matrix, const bfloat16* x, bfloat16* out, int64_t rows) {

@@ -15,13 +15,11 @@ from kvpool.messages import Demote, DiskBlock, Owner, PutGrant
 from kvpool.node.storage import NodeStorage, StorageConfig
 from kvpool.ssd.store import SsdStore
 from tests.kvpool.nodes_world import identity, keys
+from tests.waits import WAIT_S
 
 SLOT_BYTES = 4096
 SSD_BYTES = 1 << 20
-
-
 NUM_SLOTS = 20
-WAIT_S = 30.0
 
 
 class HeldUpDisk(SsdStore):
