@@ -322,18 +322,22 @@ RULES: tuple[Rule, ...] = (
         "roles.scale_sustained_s",
         "roles.scale_cooldown_s",
         "router.request_timeout_s",
-        "router.silence_timeout_s",
         "router.worker_wait_s",
         "transfer.expect_timeout_s",
         "transfer.reserve_timeout_s",
         "transfer.quiesce_timeout_s",
-        "transfer.lease_s",
         "transfer.retry_grace_s",
         "transfer.pool_after_s",
         "cluster.redis_timeout_s",
         "cluster.restart_backoff_s",
         "cluster.restart_backoff_max_s",
         "cluster.startup_timeout_s",
+    ),
+    *_at_least(1, "router.silence_timeout_s"),  # a worker reports every half second
+    Rule(
+        path="transfer.lease_s",
+        holds=lambda v: 0.05 <= v <= 3600,  # what a peer takes (`kv_transfer.session.handshake`)
+        demand="must be from 0.05 to 3600",
     ),
     *_at_least(
         0,

@@ -208,8 +208,8 @@ class RouterConfig:
         max_attempts: How often the legs of a request may be started before it fails.
         worker_wait_s: How long a request waits while there is no worker that could take it; then 503. About what a
             restart takes, model included. One whose client has some of its tokens waits until its deadline.
-        silence_timeout_s: A worker that says nothing for this long, though it should twice per second, is suspected:
-            its requests go on elsewhere, and it gets nothing new until it is heard from.
+        silence_timeout_s: A worker that says nothing for this long, a second at least, though it should twice per
+            second, is suspected: its requests go on elsewhere, and it gets nothing new until it is heard from.
         max_queued_bytes_per_client: Output a slow client may leave unread before its request is cancelled.
         guardrails: Checks of what is asked and answered, in order: entry points of the group `baton.guardrails`, or
             `package.module:attribute`. Their code runs in the router.
@@ -365,7 +365,7 @@ class TransferConfig:
             covers queueing at the prefill worker.
         reserve_timeout_s: How long a decode worker may leave a reservation unanswered for lack of room.
         quiesce_timeout_s: How long an aborted transfer may stay unacknowledged before its peer is fenced.
-        lease_s: A prefill worker whose heartbeats stop for this long is suspected:
+        lease_s: A prefill worker whose heartbeats stop for this long, from 0.05 to 3600, is suspected:
             it is cut off and another takes over.
         retry_grace_s: How long a decode worker keeps a reservation for another prefill worker after one was lost.
         pool_after_s: How long a computed prompt waits for room on its decode worker before it is left in the pool, to

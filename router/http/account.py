@@ -221,14 +221,10 @@ class RateLimiter:
         """
         try:
             self._check_breaker(account)
-            decision = await self._limiter.enter(account.tenant, account.grant)
-            account.levels = decision.levels
-            if isinstance(decision, LimitRefused):
-                raise refusal(decision)
+            await self._enter(account)
         except RateLimitedError as error:
             self._metrics.rejected(account.tenant.tenant_class, error.reason)
             raise
-        self._breakers.started(account.tenant.tenant_id, self._clock.now_s())
         account.counted = True
 
     async def settle(self, account: RequestAccount) -> None:
@@ -238,6 +234,19 @@ class RateLimiter:
         tenant_id, now_s = account.tenant.tenant_id, self._clock.now_s()
         self._breakers.finished(tenant_id, account.error, now_s, served=account.is_served)
         await self._limiter.leave(account.tenant, account.grant, account.used_tokens)
+
+    async def _enter(self, account: RequestAccount) -> None:
+        tenant_id = account.tenant.tenant_id
+        # Before anything is waited for: of a slowed tenant's requests that come together one is the trial.
+        self._breakers.started(tenant_id, self._clock.now_s())
+        try:
+            decision = await self._limiter.enter(account.tenant, account.grant)
+            account.levels = decision.levels
+            if isinstance(decision, LimitRefused):
+                raise refusal(decision)
+        except BaseException:
+            self._breakers.finished(tenant_id, None, self._clock.now_s(), served=False)
+            raise
 
     def _check_breaker(self, account: RequestAccount) -> None:
         wait_s = self._breakers.wait_s(account.tenant.tenant_id, self._clock.now_s())

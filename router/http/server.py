@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from math import ceil
 
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter
@@ -103,8 +104,9 @@ async def serving(
         lifespan="off",
         access_log=False,
         log_config=None,
-        # By then every request has ended; what is left are clients that do not read.
-        timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+        # uvicorn waits from the beginning of the drain, for whole seconds. A second after its end every request has
+        # been told so; what is left are clients that do not read.
+        timeout_graceful_shutdown=ceil(drain_timeout_s) + 1,
     )
     server = HttpServer(settings, sockets)
     try:

@@ -141,6 +141,9 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(clus
         (f"engine: {{kv_cache_memory_bytes: {'9' * 400}T}}", "expected a size such as 4GiB"),
         ("cluster: {worker_names: ['a:²']}", "cluster.worker_names"),
         (f"cluster: {{worker_names: ['a:{'9' * 5000}']}}", "cluster.worker_names"),
+        ("transfer: {lease_s: 7200}", "transfer.lease_s: must be from 0.05 to 3600"),
+        ("transfer: {lease_s: 0.01}", "transfer.lease_s: must be from 0.05 to 3600"),
+        ("router: {silence_timeout_s: 0.5}", "router.silence_timeout_s: must be at least 1"),
         ("pool: {node_lease_s: 86401}", "pool.node_lease_s: must be above 0 and at most 86400"),
     ],
 )

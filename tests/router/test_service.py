@@ -213,6 +213,19 @@ async def test_a_stop_ends_what_does_not_finish_with_a_typed_error(tmp_path):
         await router.task
 
 
+async def test_a_stream_that_outlasts_a_drain_of_part_of_a_second_ends_with_an_event(tmp_path):
+    async with (
+        running(tmp_path, h0=Role.HYBRID) as workers,
+        routing(workers, tmp_path, drain_timeout_s=1.4) as router,
+    ):
+        workers["h0"].hold_at = 2
+        asking = asyncio.create_task(router.complete(stream=True))
+        await soon(workers["h0"].holding.wait())
+        router.stop.set()
+        assert '"code":"draining"' in (await soon(asking)).text
+        await router.task
+
+
 async def test_idle_connections_are_kept_as_long_as_configured(tmp_path):
     keep = RouterConfig(http_keep_alive_s=0.5)
     async with (

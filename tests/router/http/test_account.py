@@ -1,6 +1,8 @@
 """Limits as clients meet them: headers on every reply, a 429 that says when to come back, and a settled account."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -10,11 +12,12 @@ from baton.clock import ManualClock
 from baton.errors import DrainingError, OverloadedError, WorkerLostError
 from router.http.errors import ErrorReply
 from router.limits.local import LocalLimiter
+from router.limits.ports import GrantId, LimitGranted, LimitRefused
 from router.tenants.breakers import TenantBreakers
 from router.tenants.directory import TenantDirectory
 from router.tenants.document import parse
 from router.tenants.keys import hash_key
-from router.tenants.tenant import TenantId
+from router.tenants.tenant import Tenant, TenantId
 from router.text.tokenizer import Tokenizer
 from tests.router.served import MODEL, Served, serve
 from tests.waits import soon
@@ -226,3 +229,56 @@ async def test_nothing_is_tokenized_for_who_could_not_be_taken(
         if status == 429:
             assert reply.headers["retry-after"] == "7"
         assert not served.generator.requests
+
+
+class _HeldLimiter(LocalLimiter):
+    """Answers once it may, as Redis does some requests at a time."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(clock)
+        self.asked, self.may_answer = asyncio.Event(), asyncio.Event()
+        self.may_answer.set()
+
+    async def enter(self, tenant: Tenant, grant: GrantId) -> LimitGranted | LimitRefused:
+        self.asked.set()
+        await self.may_answer.wait()
+        return await super().enter(tenant, grant)
+
+
+@asynccontextmanager
+async def _slowed(limiter: _HeldLimiter, made: dict[str, Any]) -> AsyncIterator[Served]:
+    """A router whose tenant is slowed, at the time when it may try again; its limiter does not answer."""
+    made["limiter"] = limiter
+    for _ in range(5):
+        made["breakers"].finished(TenantId("another"), None, made["clock"].now_s())
+    async with serve(parts=made) as served:
+        served.generator.fault = WorkerLostError("lost")
+        assert await _broken(served, 5) == [503] * 5
+        made["clock"].advance(5.0)
+        limiter.asked.clear()
+        limiter.may_answer.clear()
+        yield served
+
+
+async def test_of_requests_that_come_together_one_is_the_trial_of_a_slowed_tenant():
+    made = parts("weight: 1")
+    limiter = _HeldLimiter(made["clock"])
+    async with _slowed(limiter, made) as served:
+        asking = [asyncio.create_task(served.chat(KEY)) for _ in range(4)]
+        for _ in range(200):
+            await asyncio.sleep(0)
+        limiter.may_answer.set()
+        codes = sorted([(await soon(one)).status_code for one in asking])
+        assert codes == [429, 429, 429, 503]
+
+
+async def test_a_client_that_leaves_before_it_is_counted_is_no_trial():
+    made = parts("weight: 1")
+    limiter = _HeldLimiter(made["clock"])
+    async with _slowed(limiter, made) as served:
+        asking = asyncio.create_task(served.chat(KEY))
+        await soon(limiter.asked.wait())
+        asking.cancel()
+        await asyncio.wait([asking], timeout=10)
+        limiter.may_answer.set()
+        assert await _broken(served, 1) == [503]
