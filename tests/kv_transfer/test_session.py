@@ -6,7 +6,7 @@ import gc
 import itertools
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from baton.clock import MonotonicClock
+from baton.config.rules import RULES
 from baton.errors import (
     BatonError,
     IncompatibleError,
@@ -284,6 +285,16 @@ def test_a_checksum_of_a_later_version_is_refused_by_name():
     with pytest.raises(IncompatibleError, match="checksum: 'crc9' there") as caught:
         _read(checksums=True, checksum="crc9")
     assert refused_field(caught.value) == "checksum"
+
+
+@pytest.mark.parametrize(
+    ("lease_ms", "is_taken"), [(49, False), (50, True), (3_600_000, True), (3_600_001, False)]
+)
+def test_a_lease_is_taken_where_the_config_allows_it(lease_ms, is_taken):
+    (rule,) = (rule for rule in RULES if rule.path == "transfer.lease_s")
+    assert rule.holds(lease_ms / 1000) == is_taken
+    with nullcontext() if is_taken else pytest.raises(IncompatibleError, match="lease_ms"):
+        assert _read(lease_ms=lease_ms).lease_s == lease_ms / 1000
 
 
 def _read(**said: Any) -> Accepted:
