@@ -16,6 +16,8 @@ _OWN_TIERS = frozenset({"auto", "default", "priority", "scale"})
 """OpenAI's tiers that ask for no less than the best that the tenant may have."""
 
 _LEAST_URGENT_TIER = "flex"
+_STANDARD_TIER = "standard_only"
+"""Anthropic's, which asks for nothing above the standard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class SloClasses:
         Args:
             own: Name of the tenant's class: the most urgent that its requests may have. One that is not configured (a
                 tenants file may be newer than this router's configuration) is as good as `standard`.
-            service_tier: OpenAI's name of a tier, or the name of a class.
+            service_tier: OpenAI's or Anthropic's name of a tier, or the name of a class.
             priority: How many classes less urgent (a lower number is sooner, as in vLLM); below 0 asks for what is
                 never given.
 
@@ -95,5 +97,7 @@ class SloClasses:
             return asked
         if service_tier == _LEAST_URGENT_TIER:
             return self._by_urgency[-1]
+        if service_tier == _STANDARD_TIER:
+            return min(own, self.named(STANDARD.name), key=lambda slo: slo.priority)
         message = f"There is no service tier {service_tier[:64]!r}."
         raise InvalidRequestError(message, param="service_tier")

@@ -5,7 +5,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pydantic_core import from_json
 from starlette.requests import Request
 
 from baton.errors import BatonError
@@ -36,8 +35,8 @@ from router.generation.prompt_encoder import PromptEncoder
 from router.http.account import account_of
 from router.http.body import BodyReader
 from router.http.errors import anthropic_error
-from router.http.fields import JsonObject
 from router.http.streaming import json_text, model_event, named_event, while_connected
+from router.openai.conversation import whole_arguments
 from router.parsing.events import (
     ContentText,
     ReasoningText,
@@ -110,7 +109,7 @@ class _Block:
             case ThinkingContent():
                 self.content.thinking = said
             case ToolUseContent():
-                self.content.input = _input(said)
+                self.content.input = whole_arguments(said)
         return self.content
 
 
@@ -252,17 +251,6 @@ class MessageWriter:
             return "max_tokens"
         called = any(isinstance(block.content, ToolUseContent) for block in self._blocks)
         return "tool_use" if called else "end_turn"
-
-
-def _input(arguments: str) -> JsonObject:
-    """Of a call that broke off, what is whole. Arguments that a model begins of its own accord may be no JSON, or what
-    no reply can hold: then nothing.
-    """
-    try:
-        found = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _usage(run: GenerationRun) -> MessageUsage:

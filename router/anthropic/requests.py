@@ -16,6 +16,7 @@ from router.http.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
+    SERVED_PARTS,
     Body,
     BodyObject,
     JsonObject,
@@ -48,7 +49,7 @@ class TextBlock(BodyObject):
     text: str
 
 
-TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True), SERVED_PARTS]
 
 
 class ToolUseBlock(BodyObject):
@@ -95,7 +96,7 @@ class MessageParam(BodyObject):
     """One message of a conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
+    content: str | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True), SERVED_PARTS]
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -214,6 +215,11 @@ class ToolChoiceParam(BodyObject):
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
+    @property
+    def named(self) -> list[str] | None:
+        """The tool that is to be used; None where any may be."""
+        return [self.name] if self.type == "tool" and self.name is not None else None
+
     @model_validator(mode="after")
     def _check_name(self) -> Self:
         if self.type == "tool" and self.name is None:
@@ -278,17 +284,16 @@ class ConversationBody(BodyObject):
     def callable_tools(self) -> CallableTools | None:
         """Those of `tools` that `tool_choice` leaves."""
         choice = self.tool_choice or ToolChoiceParam(type="auto")
-        if not self.custom_tools or choice.type == "none":
+        if choice.type == "none":
             return None
-        named = choice.name if choice.type == "tool" else None
-        return CallableTools(
-            tools=tuple(
+        return CallableTools.among(
+            [
                 ToolSchema(name=tool.name, parameters=tool.parameters, strict=bool(tool.strict))
                 for tool in self.custom_tools
-                if named is None or tool.name == named
-            ),
+            ],
+            choice.named,
             required=choice.type in ("any", "tool"),
-            parallel=not choice.disable_parallel_tool_use and named is None,
+            parallel=not choice.disable_parallel_tool_use and choice.type != "tool",
             schema_field="input_schema",
         )
 
@@ -335,7 +340,7 @@ class ConversationBody(BodyObject):
                 raise unsupported("tools", f"This server runs no tools: not {tool.type}.")
         check_names(
             [tool.name for tool in self.custom_tools],
-            choice.name if choice.type == "tool" else None,
+            choice.named or (),
             required=choice.type == "any",
         )
         return self

@@ -4,7 +4,7 @@ and the grammar that it makes.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self
 
@@ -115,13 +115,39 @@ class CallableTools:
         tools: Those; of a named one, it alone.
         required: It has to call one.
         parallel: It may call several at once.
+        are_all: There are no others in the prompt, of which the model could call one of its own accord.
         schema_field: What the request calls the schema of a tool.
     """
 
     tools: tuple[ToolSchema, ...]
     required: bool
     parallel: bool
+    are_all: bool = True
     schema_field: str = "parameters"
+
+    @classmethod
+    def among(
+        cls,
+        shown: Sequence[ToolSchema],
+        names: Collection[str] | None,
+        *,
+        required: bool,
+        parallel: bool,
+        schema_field: str = "parameters",
+    ) -> Self | None:
+        """Those of the tools that the model is shown which have one of these names, or any where that is None; None
+        where there are none.
+        """
+        tools = tuple(tool for tool in shown if names is None or tool.name in names)
+        if not tools:
+            return None
+        return cls(
+            tools=tools,
+            required=required,
+            parallel=parallel,
+            are_all=len(tools) == len(shown),
+            schema_field=schema_field,
+        )
 
     @property
     def strict(self) -> bool:

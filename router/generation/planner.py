@@ -298,7 +298,7 @@ def _form_behind(
     """The form of an answer that depends on how its prompt ends; None where none does."""
     tools, most = body.callable_tools, body.most_thinking_tokens
     form = body.answer_form
-    if tools is not None and (tools.required or tools.strict):
+    if tools is not None and _are_held(tools, output_format):
         form = _calls_form(tools, output_format, thinks=most is None)
     elif form is None and most is not None:
         form = AnswerForm(kind="text", value=output_format.any_lark(), param=body.thinking_field)
@@ -312,6 +312,13 @@ def _form_behind(
         reasoning=output_format.reasoning_lark(most, in_reasoning=in_reasoning, before_text=header),
         must_reason=in_reasoning or header,
     )
+
+
+def _are_held(tools: CallableTools, output_format: OutputFormat) -> bool:
+    """Whether calls are a grammar: where there has to be one, or some are held to a schema; and that the model calls
+    none that it is shown and may not call, where what it begins of its own accord can be held.
+    """
+    return tools.required or tools.strict or (not tools.are_all and output_format.can_hold)
 
 
 def _calls_form(tools: CallableTools, output_format: OutputFormat, *, thinks: bool) -> AnswerForm:

@@ -178,8 +178,10 @@ class SamplingBody(Body):
 
     @property
     def served_tier(self) -> str | None:
-        """The tier that the reply names; `auto` leaves the choice to the server and gets the default."""
-        return "default" if self.service_tier == "auto" else self.service_tier
+        """The tier that the reply names; `auto` leaves the choice to the server and gets the default, and so does
+        `standard_only`, of which OpenAI's clients know nothing.
+        """
+        return "default" if self.service_tier in ("auto", "standard_only") else self.service_tier
 
     @cached_property
     def allowed(self) -> PackedTokens:

@@ -16,12 +16,14 @@ from baton.errors import AuthenticationError, RateLimitedError
 from baton.ids import new_request_id
 from router.http.account import RateLimiter, RequestAccount, is_limited, limit_headers
 from router.http.audit import AuditLog, audit_record
-from router.http.errors import error_response
+from router.http.errors import ANTHROPIC_PATHS, error_response
 from router.telemetry.metrics import RouterMetrics
 from router.tenants.directory import TenantDirectory
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version"})
 REQUEST_ID_HEADER = "X-Request-Id"
+ANTHROPIC_ID_HEADER = "Request-Id"
+"""What Anthropic's clients read, also of errors."""
 IGNORED_HEADER = "X-Baton-Ignored"
 """Names the fields of a request that have no effect."""
 _MAX_IGNORED = 32
@@ -70,7 +72,11 @@ class AuthMiddleware:
             return
         if self._root_path and scope["path"].startswith(self._root_path + "/"):
             scope["path"] = scope["path"].removeprefix(self._root_path)
-        reply = _Reply(_request_name(Headers(scope=scope).get(REQUEST_ID_HEADER)), send)
+        reply = _Reply(
+            _request_name(Headers(scope=scope).get(REQUEST_ID_HEADER)),
+            send,
+            for_anthropic=scope["path"].startswith(ANTHROPIC_PATHS),
+        )
         try:
             if scope["path"] in OPEN_PATHS:
                 await self._app(scope, receive, reply.send)
@@ -118,8 +124,9 @@ class AuthMiddleware:
 class _Reply:
     """The reply on its way out: named, with the tenant's limits in its head, its status remembered."""
 
-    def __init__(self, name: str, send: Send) -> None:
+    def __init__(self, name: str, send: Send, *, for_anthropic: bool) -> None:
         self.name = name
+        self._for_anthropic = for_anthropic
         self.status = 500
         self.account: RequestAccount | None = None
         self._send = send
@@ -130,6 +137,8 @@ class _Reply:
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers[REQUEST_ID_HEADER] = self.name
+            if self._for_anthropic:
+                headers[ANTHROPIC_ID_HEADER] = self.name
             if self.account is not None:
                 headers.update(dict(limit_headers(self.account.levels)))
                 if self.account.ignored_fields:

@@ -95,9 +95,9 @@ def from_validation(
     param = first.get("ctx", {}).get("param") or _param(first["loc"])
     about_it = [e for e in errors if _param(e["loc"]) == _param(first["loc"])]
     inside = [e for e in about_it if _item(e["loc"])]
-    where = _item(inside[0]["loc"]) if inside else param
-    message = _message(inside or about_it)
-    known = UnsupportedParameterError if first["type"] == UNSUPPORTED else InvalidRequestError
+    told, message = _told(inside or about_it)
+    where = _item(told["loc"]) if inside else param
+    known = UnsupportedParameterError if told["type"] == UNSUPPORTED else InvalidRequestError
     return known(f"{where}: {message}" if where else message, param=param)
 
 
@@ -113,11 +113,13 @@ def _shifted(location: tuple[int | str, ...], offset: int) -> tuple[int | str, .
     return (step + offset, *location[numbered + 1 :])
 
 
-def _message(errors: list[Complaint]) -> str:
-    """One sentence about one field. A field of several types has a complaint for each; the one that got past the type
-    check is about what the client meant."""
-    meant = [e["msg"] for e in errors if not e["type"].endswith("_type")]
-    return meant[0] if meant else ", or: ".join(dict.fromkeys(e["msg"] for e in errors))
+def _told(errors: list[Complaint]) -> tuple[Complaint, str]:
+    """The complaint about one field that is told, in one sentence. A field of several types has a complaint for each;
+    the one that got past the type check is about what the client meant."""
+    for complaint in errors:
+        if not complaint["type"].endswith("_type"):
+            return complaint, complaint["msg"]
+    return errors[0], ", or: ".join(dict.fromkeys(e["msg"] for e in errors))
 
 
 def _param(location: tuple[int | str, ...]) -> str | None:

@@ -7,7 +7,7 @@ nothing). Fields that are known and would change the answer, but are not served,
 
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from router.http.known_fields import Api, is_idle, refusal_of
@@ -122,6 +122,46 @@ def unsupported(
 ) -> PydanticCustomError:
     """The same about a field, or a value of it, that is right but not served here."""
     return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message, "param": param})
+
+
+_OTHER_PARTS = frozenset(
+    {
+        "audio",
+        "container_upload",
+        "document",
+        "file",
+        "image",
+        "image_url",
+        "input_audio",
+        "input_file",
+        "input_image",
+        "input_video",
+        "refusal",
+        "search_result",
+        "server_tool_use",
+        "tool_reference",
+        "video",
+        "video_url",
+        "web_search_tool_result",
+    }
+)
+"""Types of the parts of a content that other servers take."""
+
+
+def _check_parts(parts: object) -> object:
+    kinds = (
+        (part.get("type") for part in parts if isinstance(part, dict))
+        if isinstance(parts, list)
+        else ()
+    )
+    for kind in kinds:
+        if isinstance(kind, str) and kind in _OTHER_PARTS:
+            raise unsupported(None, f"Parts of type {kind!r} are not served.")
+    return parts
+
+
+SERVED_PARTS = BeforeValidator(_check_parts)
+"""For a content's list of parts: says of images and the like that they are not served, not that they are no text."""
 
 
 def only(param: str, value: Any, *served: object) -> None:

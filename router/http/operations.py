@@ -105,17 +105,20 @@ def install(app: FastAPI, status: RouterStatus, version: str, registry: Collecto
     health = Probe("/health", status.healthy, "The links to the workers make no progress.")
     ready = Probe("/ready", status.ready, "No worker is ready.")
 
+    @app.head("/health", response_model=dict[str, str], include_in_schema=False)
     @app.get("/health", response_model=dict[str, str], responses=error_responses(503))
     async def get_health() -> Response | dict[str, str]:
         """Alive, and what the workers send is being moved. Says nothing about whether there are workers."""
         return health.failure() or {"status": "ok"}
 
+    @app.head("/ping", response_model=dict[str, str], include_in_schema=False)
     @app.get("/ping", response_model=dict[str, str], responses=error_responses(503))
     @app.post("/ping", response_model=dict[str, str], responses=error_responses(503))
     async def ping() -> Response | dict[str, str]:
         """The same as /health, where SageMaker asks."""
         return health.failure() or {"status": "ok"}
 
+    @app.head("/ready", response_model=dict[str, str], include_in_schema=False)
     @app.get("/ready", response_model=dict[str, str], responses=error_responses(503))
     async def get_ready() -> Response | dict[str, str]:
         """Whether a request could be served now."""

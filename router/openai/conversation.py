@@ -14,8 +14,10 @@ from router.http.fields import (
     MAX_TEMPLATE_KWARGS,
     MAX_TOOLS,
     REFUSED,
+    SERVED_PARTS,
     UNSUPPORTED,
     BodyObject,
+    JsonObject,
     refusal,
 )
 from router.parsing.reading import TOOL_NAME
@@ -29,7 +31,7 @@ class TextPart(BodyObject):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True), SERVED_PARTS]
 
 
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
@@ -38,8 +40,21 @@ CalledName = Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
 """The name in an earlier call: whatever a model may write, also of no tool that there is."""
 
 
+def whole_arguments(text: str) -> JsonObject:
+    """The object that a call's arguments are. Of a call that broke off, what is there; what stands behind an object is
+    left out. Arguments that a model begins of its own accord may be no JSON, or what no reply can hold: then nothing.
+    """
+    try:
+        found = from_json(text or "{}", allow_partial=True, allow_inf_nan=False)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 class EarlierFunction(BodyObject):
-    """What an earlier answer called. `arguments` is the JSON of an object, as it was answered."""
+    """What an earlier answer called. `arguments` are as they were answered: the JSON of an object, or what a model
+    began as one.
+    """
 
     name: CalledName
     arguments: Arguments
@@ -48,18 +63,14 @@ class EarlierFunction(BodyObject):
         """The object; `param` is the body's field that it came in.
 
         Raises:
-            InvalidRequestError: It is none.
+            InvalidRequestError: No answer has such arguments.
         """
-        try:
-            found: JsonValue = from_json(self.arguments or "{}", allow_inf_nan=False)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
+        if self.arguments and not self.arguments.lstrip().startswith("{"):
             raise InvalidRequestError(
                 f"{param}: the arguments of a call of {self.name} are not the JSON of an object.",
                 param=param,
             )
-        return found
+        return whole_arguments(self.arguments)
 
 
 class ToolCall(BodyObject):

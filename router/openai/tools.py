@@ -46,6 +46,20 @@ class NamedTool(BodyObject):
     function: NamedFunction
 
 
+class AllowedFunctions(BodyObject):
+    """The tools among all that the model may call now, or of which it has to call one."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(BodyObject):
+    """A choice of several tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
 class PlainText(BodyObject):
     """An answer without a form."""
 
@@ -81,7 +95,7 @@ class StructuralTagFormat(StructuralTag):
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedChoice
 Functions = Annotated[list[Function], Field(max_length=MAX_TOOLS, fail_fast=True)]
 FunctionChoice = Literal["none", "auto"] | NamedFunction
 ResponseFormat = Annotated[
@@ -96,27 +110,29 @@ def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:
     Raises:
         PydanticCustomError: Two tools have one name, or the choice is of a tool that is not there.
     """
-    named = choice.function.name if isinstance(choice, NamedTool) else None
     names = [tool.function.name for tool in tools or ()]
-    check_names(names, named, required=choice == "required")
+    check_names(names, _named(choice) or (), required=choice == "required")
 
 
-def check_names(names: Sequence[str], chosen: str | None, *, required: bool) -> None:
+def check_names(names: Sequence[str], chosen: Sequence[str], *, required: bool) -> None:
     """The same of the names of tools, in the fields `tools` and `tool_choice` of any API.
 
     Args:
         names: Of the tools.
-        chosen: Of the one that is to be called; None where none is named.
+        chosen: Of those that the choice names.
         required: Whether some tool is to be called.
 
     Raises:
         PydanticCustomError: As `check_tools`.
     """
-    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
-    if twice is not None:
-        raise refusal("tools", f"Two tools are called {twice}.")
-    if chosen is not None and chosen not in names:
-        raise refusal("tool_choice", f"There is no tool {chosen} in tools.")
+    known: set[str] = set()
+    for name in names:
+        if name in known:
+            raise refusal("tools", f"Two tools are called {name}.")
+        known.add(name)
+    for name in chosen:
+        if name not in known:
+            raise refusal("tool_choice", f"There is no tool {name} in tools.")
     if required and not names:
         raise refusal("tool_choice", "Needs tools.")
 
@@ -125,22 +141,34 @@ def callable_tools(
     tools: list[Tool] | None, choice: ToolChoice | None, *, parallel: bool
 ) -> CallableTools | None:
     """The tools that an answer may call, or has to; None where it may call none."""
-    if not tools or choice == "none":
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
+    if mode == "none":
         return None
-    named = choice.function.name if isinstance(choice, NamedTool) else None
-    chosen = [tool for tool in tools if named is None or tool.function.name == named]
-    return CallableTools(
-        tools=tuple(
+    is_one = isinstance(choice, NamedTool)
+    return CallableTools.among(
+        [
             ToolSchema(
                 name=tool.function.name,
                 parameters=tool.function.parameters or ANY_OBJECT,
                 strict=bool(tool.function.strict),
             )
-            for tool in chosen
-        ),
-        required=named is not None or choice == "required",
-        parallel=parallel and named is None,
+            for tool in tools or ()
+        ],
+        _named(choice),
+        required=is_one or mode == "required",
+        parallel=parallel and not is_one,
     )
+
+
+def _named(choice: ToolChoice | None) -> list[str] | None:
+    """The tools that a choice names; None where it names none."""
+    match choice:
+        case NamedTool():
+            return [choice.function.name]
+        case AllowedChoice():
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        case _:
+            return None
 
 
 def check_functions(functions: list[Function] | None, choice: FunctionChoice | None) -> None:

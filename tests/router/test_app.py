@@ -117,6 +117,21 @@ async def test_ping_is_answered_to_anybody_as_health_is(method: str):
         assert (await served.http.request(method, "/ping")).status_code == 503
 
 
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
+async def test_a_probe_may_ask_for_the_head_alone(path: str):
+    async with (
+        serve(api_keys=("key",)) as served,
+        listening(served.app) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        for status in (200, 503):
+            reply = await client.head(path)
+            assert (reply.status_code, reply.content) == (status, b"")
+            length = (await client.get(path)).headers["content-length"]
+            assert reply.headers["content-length"] == length
+            served.generator.is_ready = served.generator.is_healthy = False
+
+
 async def test_the_load_is_told_under_vllms_name_too():
     async with serve() as served:
         served.generator.pause_after = 0

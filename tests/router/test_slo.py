@@ -37,6 +37,8 @@ def test_a_class_that_is_not_configured_is_no_class():
         ("standard", "default", 0, "standard"),
         ("standard", "priority", 0, "standard"),
         ("standard", "flex", 0, "batch"),
+        ("interactive", "standard_only", 0, "standard"),
+        ("batch", "standard_only", 0, "batch"),
         ("interactive", "standard", 0, "standard"),
         ("interactive", None, 1, "standard"),
         ("interactive", None, 7, "batch"),

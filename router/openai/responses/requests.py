@@ -22,6 +22,7 @@ from router.http.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
+    SERVED_PARTS,
     UNSUPPORTED,
     BodyObject,
     JsonObject,
@@ -65,7 +66,9 @@ class InputText(BodyObject):
     text: str
 
 
-InputContent = str | Annotated[list[InputText], Field(max_length=MAX_PARTS, fail_fast=True)]
+InputContent = (
+    str | Annotated[list[InputText], Field(max_length=MAX_PARTS, fail_fast=True), SERVED_PARTS]
+)
 
 
 class InputMessage(BodyObject):
@@ -397,22 +400,28 @@ class ResponsesRequest(ReasoningBody):
     @property
     def callable_tools(self) -> CallableTools | None:
         """Those that `tool_choice` leaves."""
-        choice, functions = self.tool_choice, self.functions
-        match choice:
-            case ChosenFunction():
-                functions = [tool for tool in functions if tool.name == choice.name]
-            case AllowedTools():
-                allowed = {tool.name for tool in choice.tools}
-                functions = [tool for tool in functions if tool.name in allowed]
-        if not functions or choice == "none":
-            return None
-        is_named = isinstance(choice, ChosenFunction)
+        choice = self.tool_choice
         mode = choice.mode if isinstance(choice, AllowedTools) else choice
-        return CallableTools(
-            tools=tuple(tool.schema_of_call() for tool in functions),
-            required=is_named or mode == "required",
-            parallel=self.parallel_tool_calls is not False and not is_named,
+        if mode == "none":
+            return None
+        is_one = isinstance(choice, ChosenFunction)
+        return CallableTools.among(
+            [tool.schema_of_call() for tool in self.functions],
+            self._named_tools,
+            required=is_one or mode == "required",
+            parallel=self.parallel_tool_calls is not False and not is_one,
         )
+
+    @property
+    def _named_tools(self) -> list[str] | None:
+        """Those that `tool_choice` names; None where it names none."""
+        match self.tool_choice:
+            case ChosenFunction(name=name):
+                return [name]
+            case AllowedTools(tools=tools):
+                return [tool.name for tool in tools]
+            case _:
+                return None
 
     def as_conversation(self) -> Conversation:
         """The conversation, instructions first. Functions that may not be called are not shown to the model.
@@ -456,12 +465,6 @@ class ResponsesRequest(ReasoningBody):
         if isinstance(choice, HostedChoice):
             raise unsupported("tool_choice", f"This server runs no tools: not {choice.type}.")
         names = [tool.name for tool in self.functions]
-        check_names(
-            names,
-            choice.name if isinstance(choice, ChosenFunction) else None,
-            required=choice == "required",
-        )
-        for tool in choice.tools if isinstance(choice, AllowedTools) else ():
-            check_names(names, tool.name, required=True)
+        check_names(names, self._named_tools or (), required=choice == "required")
         if self.callable_tools is not None and self.answer_form is not None:
             raise refusal(self.answer_form.param, "Not together with tools that may be called.")

@@ -155,6 +155,15 @@ async def test_an_output_config_that_asks_for_nothing_is_taken(config):
         assert (await ask(served, output_config=config)).status_code == 200
 
 
+@pytest.mark.parametrize("tier", ["auto", "standard_only"])
+async def test_anthropics_tiers_are_taken(tier: str):
+    async with serve() as served:
+        served.says("x")
+        assert (await ask(served, service_tier=tier)).status_code == 200
+        assert (await served.chat(service_tier=tier)).json()["service_tier"] == "default"
+        assert [request.slo.name for request in served.generator.requests] == ["standard"] * 2
+
+
 async def test_tools_that_may_not_be_used_disturb_nothing():
     async with serve() as served:
         served.says("x")
@@ -174,6 +183,17 @@ async def test_errors_have_anthropics_types():
         assert "retry-after" in refused.headers
         nowhere = await served.http.get("/v1/messages/nowhere", headers=keyed)
         assert nowhere.json()["type"] == "error"
+
+
+async def test_replies_and_errors_name_the_request_where_anthropics_clients_look():
+    async with serve(api_keys=("key",)) as served:
+        served.says("x")
+        refused = await ask(served)
+        answered = await ask(served, {"x-api-key": "key", "x-request-id": "mine"})
+        assert (refused.status_code, answered.status_code) == (401, 200)
+        assert refused.headers["request-id"] == refused.headers["x-request-id"]
+        assert answered.headers["request-id"] == "mine"
+        assert "request-id" not in (await served.chat()).headers
 
 
 async def test_tokens_are_counted_as_they_would_be_sent():

@@ -30,7 +30,7 @@ def _assert_refused(reply: Any, status: int, code: str, param: str | None) -> No
         ({"messages": [{"role": "user"}]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": 5}]}]},
             "messages[0].content",
         ),
         (
@@ -111,6 +111,53 @@ async def test_a_bad_field_is_refused_by_its_name(fields: dict[str, Any], param:
     async with serve() as served:
         _assert_refused(await served.chat(**fields), 400, "invalid_request", param)
         assert served.generator.requests == []
+
+
+_IMAGE = {"type": "image", "source": {"type": "url", "url": "https://x"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "part", "where"),
+    [
+        ("chat/completions", "messages", {"type": "image_url"}, "messages[0].content"),
+        ("responses", "input", {"type": "input_image"}, "input[0].content"),
+        ("messages", "messages", _IMAGE, "messages[0].content"),
+        (
+            "messages",
+            "messages",
+            {"type": "tool_result", "tool_use_id": "a", "content": [_IMAGE]},
+            "messages[0].content",
+        ),
+    ],
+)
+async def test_a_part_that_is_no_text_is_named_as_what_is_not_served(
+    path: str, field: str, part: dict[str, Any], where: str
+) -> None:
+    said = [{"role": "user", "content": [part]}]
+    async with serve() as served:
+        body = {"model": MODEL, "max_tokens": 1, field: said}
+        reply = await served.http.post(f"/v1/{path}", json=body)
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        named = part["type"] if part["type"] != "tool_result" else _IMAGE["type"]
+        assert error["message"] == f"{where}: Parts of type {named!r} are not served."
+        if path != "messages":
+            assert error["code"] == "unsupported_parameter"
+            assert where.startswith(error["param"])
+
+
+async def test_the_code_is_that_of_the_complaint_that_is_told() -> None:
+    image = [{"type": "input_image"}]
+    robot = {"role": "robot", "content": image}
+    numbered = {"type": "function_call_output", "call_id": 5, "output": image}
+    async with serve() as served:
+        for item, code, where in (
+            (robot, "invalid_request", "input[0].role: "),
+            (numbered, "unsupported_parameter", "input[0].output: Parts of type"),
+        ):
+            reply = await served.http.post("/v1/responses", json={"model": MODEL, "input": [item]})
+            _assert_refused(reply, 400, code, "input")
+            assert reply.json()["error"]["message"].startswith(where)
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,28 @@ async def test_required_and_named_calls_are_a_grammar() -> None:
         assert "now" in grammar(served)
 
 
+async def test_of_several_allowed_tools_the_model_may_or_has_to_call_one() -> None:
+    def allowed(mode: str, *names: str) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says(call("now"))
+        fields: dict[str, Any] = {"tools": [WEATHER, NOW]}
+        for mode in ("auto", "required"):
+            reply = await served.chat(**fields, tool_choice=allowed(mode, "now"))
+            assert reply.status_code == 200, reply.text
+            assert "now" in grammar(served)
+            assert "weather" not in grammar(served)
+            tokens = served.generator.requests[-1].prompt.prompt_tokens
+            assert "weather" in await served.tokenizer.decode(list(tokens))  # shown all the same
+        await served.chat(**fields, tool_choice=allowed("auto", "weather", "now"))
+        assert not grammar(served)
+        error = (await served.chat(**fields, tool_choice=allowed("auto", "f"))).json()["error"]
+        assert (error["param"], error["code"]) == ("tool_choice", "invalid_request")
+        assert "no tool f" in error["message"]
+
+
 async def test_reasoning_is_told_apart_and_counted_as_reasoning() -> None:
     async with serve(chat_template=TEMPLATE) as served:
         served.says("<think>hm</think>42")
@@ -248,6 +270,44 @@ async def test_a_call_of_a_tool_that_there_is_not_can_be_sent_back(name: str) ->
         await ask("messages", **answer | {"messages": history})
         called = (item["name"], block["name"], message["tool_calls"][0]["function"]["name"])
         assert called == (name, name, name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ('{"zone": "CET", "at": "no', " zone=CET"),
+        ("{", ""),
+        ('{"zone": NaN}}</tool_call>', ""),
+        ("{'zone': 'CET'}}</tool_call>", ""),
+    ],
+    ids=["broken off", "begun", "no number", "no JSON"],
+)
+async def test_a_call_whose_arguments_are_not_whole_can_be_sent_back(
+    arguments: str, given: str
+) -> None:
+    said = [{"role": "user", "content": "hi"}]
+    async with serve(chat_template=TEMPLATE) as served:
+
+        async def ask(path: str, **fields: Any) -> Any:
+            served.says('<tool_call>{"name": "now", "arguments": ' + arguments)
+            reply = await served.http.post(f"/v1/{path}", json={"model": MODEL} | fields)
+            assert reply.status_code == 200, reply.text
+            return reply.json()
+
+        async def prompt() -> str:
+            tokens = served.generator.requests[-1].prompt.prompt_tokens
+            return await served.tokenizer.decode(list(tokens))
+
+        (choice,) = (await ask("chat/completions", messages=said, tools=[NOW]))["choices"]
+        message = choice["message"]
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}
+        await ask("chat/completions", messages=[*said, message, result])
+        assert f"<tool_call>now{given}</tool_call>" in await prompt()
+        function = {"type": "function", "name": "now"}
+        (item,) = (await ask("responses", input=said, tools=[function]))["output"]
+        output = {"type": "function_call_output", "call_id": item["call_id"], "output": "x"}
+        await ask("responses", input=[*said, item, output])
+        assert f"<tool_call>now{given}</tool_call>" in await prompt()
 
 
 HARMONY = (
