@@ -14,6 +14,7 @@ from baton.story import StoryLog
 
 _FADED = 0.05
 """Of an outcome: less is nothing."""
+_OUTDATED_S = 3600.0
 
 
 class Circuit(Enum):
@@ -115,7 +116,7 @@ class Breaker:
         open_ones: "set[Breaker] | None" = None,
     ) -> None:
         self._policy = policy or BreakerPolicy()
-        self._name, self._story = name, story
+        self.name, self._story = name, story
         self._open_ones: set[Breaker] = set() if open_ones is None else open_ones
         self._recent = Outcomes(self._policy.half_life_s)
         self._opened = False
@@ -150,13 +151,13 @@ class Breaker:
         """Something began; while half open it is the trial."""
         if self.circuit(now_s) is Circuit.HALF_OPEN:
             self._trial_s = now_s
-            self._story.record(self._name, now_s, "trial began")
+            self._story.record(self.name, now_s, "trial began")
 
     def abandoned(self, now_s: float) -> None:
         """Something ended without saying anything about health, as when a client leaves."""
         if self.circuit(now_s) is Circuit.HALF_OPEN:
             self._trial_s = None
-            self._story.record(self._name, now_s, "trial ended without an outcome")
+            self._story.record(self.name, now_s, "trial ended without an outcome")
 
     def succeeded(self, now_s: float) -> None:
         """Something went well."""
@@ -168,7 +169,7 @@ class Breaker:
                 self._open_ones.discard(self)
                 self._recent.clear()
                 self._closed_s = now_s
-                self._story.record(self._name, now_s, "succeeded", ("closed",))
+                self._story.record(self.name, now_s, "succeeded", ("closed",))
 
     def failed(self, now_s: float) -> None:
         """Something failed."""
@@ -176,7 +177,7 @@ class Breaker:
             case Circuit.CLOSED:
                 self._recent.add(now_s, failed=True)
                 if not self._too_many():
-                    self._story.record(self._name, now_s, "failed")
+                    self._story.record(self.name, now_s, "failed")
                     return
                 if self._forgiven(now_s):
                     self._openings = 0
@@ -189,6 +190,10 @@ class Breaker:
         recent = self._recent.failures_at(now_s)
         return not self._opened and recent < _FADED and self._forgiven(now_s)
 
+    def is_outdated(self, now_s: float) -> bool:
+        """Whether it is open, but could have been tried for an hour, and was not."""
+        return self._opened and now_s - self._until_s >= _OUTDATED_S and not self._on_trial(now_s)
+
     def check_integrity(self) -> None:
         """Raises `InvariantError` when the counts or times make no sense."""
         recent = self._recent
@@ -200,8 +205,8 @@ class Breaker:
             raise self._broken("is closed and on trial")
 
     def _broken(self, what: str) -> InvariantError:
-        message = f"circuit of {self._name}: {what}"
-        return InvariantError(message, story=self._story.story(self._name))
+        message = f"circuit of {self.name}: {what}"
+        return InvariantError(message, story=self._story.story(self.name))
 
     def _on_trial(self, now_s: float) -> bool:
         return self._trial_s is not None and now_s - self._trial_s < self._policy.trial_timeout_s
@@ -221,4 +226,4 @@ class Breaker:
         self._open_ones.add(self)
         pause_s = self._backoff.wait_s(self._openings)
         self._until_s = now_s + pause_s
-        self._story.record(self._name, now_s, "failed", (f"opened for {pause_s:.3g} s",))
+        self._story.record(self.name, now_s, "failed", (f"opened for {pause_s:.3g} s",))

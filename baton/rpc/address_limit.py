@@ -42,6 +42,7 @@ class AddressLimit:
         self._most = most
         self._numbers = itertools.count()
         self._seen: dict[str, int] = {}  # peers by the order in which they were first seen
+        self._proven: set[str] = set()  # of them; `counts` remembers the latest callers only
         self._looking = False
         self._quiet_until_s = 0.0
 
@@ -63,6 +64,9 @@ class AddressLimit:
                     crowds[host][peer] = descriptor
         peers = [peer for crowd in crowds.values() for peer in crowd]
         self._seen = {peer: self._seen.get(peer, next(self._numbers)) for peer in peers}
+        self._proven = {
+            peer for peer in peers if peer in self._proven or self._counts.has_called(peer)
+        }
         for host, crowd in crowds.items():
             if len(crowd) > self._most:
                 self._shut(host, crowd, loop.time())
@@ -71,8 +75,8 @@ class AddressLimit:
         """Those that have been unproven for longest go first, so that a new one has time to prove itself;
         then the latest.
         """
-        unproven = [peer for peer in crowd if not self._counts.has_called(peer)]
-        proven = [peer for peer in crowd if self._counts.has_called(peer)]
+        unproven = [peer for peer in crowd if peer not in self._proven]
+        proven = [peer for peer in crowd if peer in self._proven]
         unproven.sort(key=self._seen.__getitem__)
         proven.sort(key=self._seen.__getitem__, reverse=True)
         excess = [*unproven, *proven][: len(crowd) - self._most]

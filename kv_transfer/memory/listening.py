@@ -6,13 +6,14 @@ so the kernel is asked to: a filter on the socket drops what comes from any othe
 proven themselves (`region_server.py`). A stranger sees no port at all.
 """
 
+import errno
 import os
 import random
 import socket
 import stat
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from ctypes import addressof, create_string_buffer
 from dataclasses import dataclass, replace
@@ -32,6 +33,9 @@ _log = get_logger(__name__)
 _LOOPBACK = "127.0.0.1"
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _SO_ATTACH_FILTER = 26
+_LONGEST_FILTER = 4096  # instructions, BPF_MAXINSNS
+_LOAD, _KEEP, _KEPT = 0x20, 0x02, 0x60  # BPF_LD|BPF_W|BPF_ABS, BPF_ST, BPF_LD|BPF_MEM
+_EQUAL, _ANSWER = 0x15, 0x06  # BPF_JMP|BPF_JEQ|BPF_K, BPF_RET|BPF_K
 _opening = threading.Lock()
 """What sockets a library has opened is told by comparing this process's before and after: one library at a time."""
 
@@ -142,7 +146,7 @@ class PeerFilter:
     def __init__(self, listening: Listening) -> None:
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
-        self._hosts: set[str] = set()
+        self._hosts: dict[str, None] = {}  # that of the latest proof last
         self._address = "" if "UCX_NET_DEVICES" in os.environ else listening.address
 
     @contextmanager
@@ -171,12 +175,16 @@ class PeerFilter:
         self._attach()
 
     def admit(self, peer: socket.socket) -> None:
-        """The host of a peer that has proven itself over `peer`, a connection to or from it,
-        may connect from now on.
+        """The host of a peer that has proven itself over `peer`, a connection to or from it, may connect from now on.
+        The kernel takes a filter of so many hosts (`net.core.optmem_max`; of IPv4 2,046 at most, of IPv6 454): where
+        there are more, those whose last proof is oldest are dropped, until they prove themselves again. What is
+        connected stays so.
         """
         local = peer.family == socket.AF_UNIX
+        host = self._address if local else peer.getpeername()[0]
         with self._lock:
-            self._hosts.add(self._address if local else peer.getpeername()[0])
+            self._hosts.pop(host, None)
+            self._hosts[host] = None
         self._attach()
 
     def close(self) -> None:
@@ -194,37 +202,57 @@ class PeerFilter:
         if not self._address:
             return
         with self._lock:
+            hosts = list(self._hosts)
             for one in self._sockets:
-                try:
-                    _filter(one, self._hosts)
-                except OSError as error:
-                    _log.warning("UCX's sockets are open to every host", reason=str(error))
+                hosts = _filter_latest(one, hosts)
+            if dropped := len(self._hosts) - len(hosts):
+                _log.info(
+                    "hosts whose proof is oldest have to prove themselves again", hosts=dropped
+                )
+            self._hosts = dict.fromkeys(hosts)
 
 
-def _filter(listener: socket.socket, hosts: set[str]) -> None:
+def _filter_latest(listener: socket.socket, hosts: list[str]) -> list[str]:
+    """Filters by as many of the last of `hosts` as the kernel takes, to an eighth; these."""
+    while True:
+        try:
+            _filter(listener, hosts)
+        except OSError as error:
+            if len(hosts) > 1 and error.errno in (errno.ENOMEM, errno.EINVAL):
+                hosts = hosts[-(-len(hosts) // 8) :]
+                continue
+            _log.warning("UCX's sockets are open to every host", reason=str(error))
+        return hosts
+
+
+def _filter(listener: socket.socket, hosts: Collection[str]) -> None:
     """Has the kernel drop what reaches the socket from other hosts (classic BPF, on the source address in the network
-    header).
+    header). The address is loaded once: that is what most of a filter's memory is for.
+
+    Raises:
+        OSError: There are too many for the kernel, or it takes no filter.
     """
     network_header, source, words = -0x100000, 12, 1
     if listener.family == socket.AF_INET6:
         source, words = 8, 4
     family = 6 if words == 4 else 4
-    load, equal, answer = (
-        0x20,
-        0x15,
-        0x06,
-    )  # BPF_LD|BPF_W|BPF_ABS, BPF_JMP|BPF_JEQ|BPF_K, BPF_RET|BPF_K
     program: list[tuple[int, int, int, int]] = []
-    for host in sorted(hosts):
+    for index in range(words):
+        place = (network_header + source + 4 * index) & 0xFFFFFFFF
+        program += [(_LOAD, 0, 0, place), (_KEEP, 0, 0, index)]
+    for host in hosts:
         address = ip_address(host.partition("%")[0])
         if address.version != family:
             continue
         for index, (word,) in enumerate(struct.iter_unpack(">I", address.packed)):
+            if words > 1:
+                program.append((_KEPT, 0, 0, index))
             rest = 2 * (words - index) - 1  # to the next host
-            place = (network_header + source + 4 * index) & 0xFFFFFFFF
-            program += [(load, 0, 0, place), (equal, 0, rest, word)]
-        program.append((answer, 0, 0, 0xFFFFFFFF))
-    program.append((answer, 0, 0, 0))
+            program.append((_EQUAL, 0, rest, word))
+        program.append((_ANSWER, 0, 0, 0xFFFFFFFF))
+    program.append((_ANSWER, 0, 0, 0))
+    if len(program) > _LONGEST_FILTER:
+        raise OSError(errno.EINVAL, "the filter is too long")
     code = create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     listener.setsockopt(
         socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", len(program), addressof(code))

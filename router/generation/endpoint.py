@@ -66,7 +66,9 @@ class ConversationEndpoint(Generic[_Body]):
         if body.tells_reasoning:
             end = await self._prompts.end_of(prompt)
             context = await self._planner.behind_prompt(context, body, end)
-        bad_words = await self._prompts.of_bad_words(body.bad_words or ())
+        bad_words = await self._prompts.of_bad_words(
+            body.bad_words or (), context.account.tenant.tenant_id
+        )
         planned = self._planner.plan(context, body, [prompt], bad_words)
         (run,) = self._responder.runs(body, planned, in_reasoning=context.in_reasoning)
         writer = self._writer_of(context, body, run)

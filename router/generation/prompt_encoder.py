@@ -131,7 +131,9 @@ class PromptEncoder:
         """The text of a prompt's last tokens, marks included."""
         return await self._tokenizer.decode(prompt[-_END_TOKENS:])
 
-    async def of_bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+    async def of_bad_words(
+        self, words: Sequence[str], tenant_id: TenantId
+    ) -> list[tuple[int, ...]]:
         """Those that an answer must not hold: of each word at the beginning of a text, and of the word behind a space.
 
         Raises:
@@ -140,7 +142,9 @@ class PromptEncoder:
         if not words:
             return []
         bare = [word.lstrip() for word in words]
-        encoded = await self._tokenizer.encode_words([*bare, *(" " + word for word in bare)])
+        encoded = await self._tokenizer.encode_words(
+            [*bare, *(" " + word for word in bare)], tenant_id=tenant_id
+        )
         first, later = encoded[: len(bare)], encoded[len(bare) :]
         found: dict[tuple[int, ...], None] = {}
         for number, ways in enumerate(zip(first, later, strict=True)):

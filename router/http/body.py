@@ -17,6 +17,8 @@ from router.http.account import account_of
 from router.http.errors import from_validation
 from router.http.fields import Body
 from router.http.large_body import parse_large
+from router.tenants.tenant import TenantId
+from router.tenants.turns import Turns
 
 _Body = TypeVar("_Body", bound=Body)
 LARGE_BYTES = 32 * 1024
@@ -35,7 +37,7 @@ class BodyReader:
     def __init__(self, max_bytes: int, *, timeout_s: float) -> None:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
-        self._large = asyncio.Lock()
+        self._large, self._turns = asyncio.Lock(), Turns()
 
     async def read(
         self,
@@ -57,23 +59,24 @@ class BodyReader:
             RequestTimeoutError: It does not come in time.
             InvalidRequestError: Compressed, not JSON, or not what `schema` allows.
         """
-        raw = await self._read_bytes(request)
+        raw, account = await self._read_bytes(request), account_of(request)
         if parse_short is not None and len(raw) <= LARGE_BYTES:
             body = parse_short(raw)
         else:
-            body = await self.parse(raw, schema)
-        account_of(request).ignored_fields = body.ignored
+            body = await self.parse(raw, schema, tenant_id=account.tenant.tenant_id)
+        account.ignored_fields = body.ignored
         return body
 
-    async def parse(self, raw: bytes, schema: type[_Body]) -> _Body:
-        """The same for bytes that have been read. Large ones are parsed in pieces, one body after the other.
+    async def parse(self, raw: bytes, schema: type[_Body], *, tenant_id: TenantId) -> _Body:
+        """The same for bytes that have been read. Large ones are parsed in pieces, one body after the other,
+        and tenants take turns.
 
         Raises:
             InvalidRequestError: As above.
         """
         if len(raw) <= LARGE_BYTES:
             return parse_body(raw, schema)
-        async with self._large:
+        async with self._turns.of(tenant_id), self._large:
             return await parse_large(raw, schema)
 
     async def _read_bytes(self, request: Request) -> bytes:

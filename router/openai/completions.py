@@ -80,7 +80,9 @@ class Completions:
         context, prompts = await self._planner.check_form_beside(
             request, context, body, partial(self._token_ids, body, context)
         )
-        bad_words = await self._prompts.of_bad_words(body.bad_words or ())
+        bad_words = await self._prompts.of_bad_words(
+            body.bad_words or (), context.account.tenant.tenant_id
+        )
         planned = self._planner.plan(context, body, prompts, bad_words)
         _check_repeated(body, planned)
         runs = self._responder.runs(body, planned)

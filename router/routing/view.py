@@ -253,7 +253,9 @@ class ClusterView:
                 f"worker_id: {identity} at {address}: {held.address} has this name"
             )
         self._check_model(hello)
-        self._forgive(now_s)
+        # Kept over restarts: a worker that dies of every request comes back with its record.
+        breaker = self._breaker_of(identity.worker_id)
+        self._forgive(identity.worker_id, now_s)
         worker = WorkerView(
             hello=hello,
             address=address,
@@ -262,8 +264,7 @@ class ClusterView:
             progress_s=now_s,
             heard_s=now_s,
             forecast=self._fleet.newcomer(),
-            # Kept over restarts: a worker that dies of every request comes back with its record.
-            breaker=self._breaker_of(identity.worker_id),
+            breaker=breaker,
             leaving=self._leaving,
         )
         self._workers[identity.worker_id] = worker
@@ -302,7 +303,7 @@ class ClusterView:
         all workers, the others run whole requests. Where none is left but workers that are about to change their role,
         one of those does.
         """
-        if not self._open and not self._leaving:
+        if not self._leaving and not any(breaker.name in self._workers for breaker in self._open):
             if now_s > self._ready_until_s:
                 self._ready_until_s = self._all_ready_until_s()
             if now_s <= self._ready_until_s:
@@ -390,13 +391,14 @@ class ClusterView:
         self._ready_until_s = float("-inf")
         self._layouts = None
 
-    def _forgive(self, now_s: float) -> None:
-        """Forgets the record of workers that are gone and did nothing wrong lately."""
-        self._breakers = {
-            worker_id: breaker
-            for worker_id, breaker in self._breakers.items()
-            if worker_id in self._workers or not breaker.is_spotless(now_s)
-        }
+    def _forgive(self, joiner: WorkerId, now_s: float) -> None:
+        """Forgets the record of workers that are gone and did nothing wrong lately, or have long not come back."""
+        for worker_id, breaker in list(self._breakers.items()):
+            if worker_id in self._workers or worker_id == joiner:
+                continue
+            if breaker.is_spotless(now_s) or breaker.is_outdated(now_s):
+                del self._breakers[worker_id]
+                self._open.discard(breaker)
 
     def _check_model(self, hello: WorkerHello) -> None:
         for other in self.workers:

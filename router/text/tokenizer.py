@@ -1,17 +1,15 @@
 """Text into token ids: the first thing that happens to a request, and the last place that sees its text as a whole.
 
 The tokenizer and its chat template come from the model's directory (`baton.pretrained`). Threads may share the Rust
-tokenizer. Prompts take a while, so encoding and rendering run in a few threads of their own and never on the event
-loop. Chat templates are rendered in processes of their own (`router.templates.renderer`),
+tokenizer. Prompts take a while, so encoding and rendering run in a few threads of their own, where tenants take turns,
+and never on the event loop. Chat templates are rendered in processes of their own (`router.templates.renderer`),
 long texts encoded in another (`router.text.long_texts`).
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from baton.errors import InvalidRequestError
 from baton.pretrained import PretrainedTokenizer, read_tokenizer
@@ -22,6 +20,7 @@ from router.templates.renderer import (
     Conversation,
     TemplateRenderer,
 )
+from router.tenants.fair_threads import FairThreads
 from router.text.detokenizer import Detokenizer
 from router.text.long_texts import LONG_TEXT, LongTextEncoder
 from router.text.token_bytes import ByteDecoder, ByteTable, PieceTable, TokenDecoder, is_byte_level
@@ -30,8 +29,6 @@ _SHORT_TEXT = 4096
 """Characters that are encoded in a millisecond or two."""
 _DECODED_AT_ONCE = 256
 _STEPS_AT_ONCE = 1024
-
-_Result = TypeVar("_Result")
 
 
 class Tokenizer:
@@ -78,7 +75,7 @@ class Tokenizer:
         self._byte_table = ByteTable(backend, self.special_ids) if is_byte_level(backend) else None
         self._decoding = asyncio.Lock()
         self._long_texts = LongTextEncoder(backend)
-        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
+        self._threads = FairThreads(threads, "tokenizer", each=threads)
 
     @classmethod
     def load(
@@ -127,12 +124,13 @@ class Tokenizer:
             return await self._long_texts.encode(
                 text, tenant_id=tenant_id, add_special_tokens=add_special_tokens, param=param
             )
-        return await self._in_thread(lambda: self._encode(text, add_special_tokens))
+        return await self._threads.run(tenant_id, lambda: self._encode(text, add_special_tokens))
 
-    async def encode_words(self, words: Sequence[str]) -> list[PackedTokens]:
-        """Token ids of each of some short texts, without special tokens around them."""
-        encodings = await self._in_thread(
-            lambda: self.backend.encode_batch_fast(list(words), add_special_tokens=False)
+    async def encode_words(self, words: Sequence[str], *, tenant_id: str) -> list[PackedTokens]:
+        """Token ids of each of a tenant's short texts, without special tokens around them."""
+        encodings = await self._threads.run(
+            tenant_id,
+            lambda: self.backend.encode_batch_fast(list(words), add_special_tokens=False),
         )
         return [PackedTokens.of(encoding.ids) for encoding in encodings]
 
@@ -149,7 +147,7 @@ class Tokenizer:
             text = self._render(conversation)
             return text if len(text) > LONG_TEXT else self._encode(text, special)
 
-        done = await self._in_thread(encoded)
+        done = await self._threads.run(tenant_id, encoded)
         if isinstance(done, PackedTokens):
             return done
         return await self.encode(
@@ -198,13 +196,10 @@ class Tokenizer:
 
     def close(self) -> None:
         """Ends the threads and the child processes; what they have begun is finished."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
         self._long_texts.close()
         if self._renderer is not None:
             self._renderer.close()
-
-    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def _encode(self, text: str, add_special_tokens: bool) -> PackedTokens:
         if len(text) <= _SHORT_TEXT:

@@ -49,12 +49,13 @@ class LinkTiming:
     Attributes:
         backoff: Waits before connecting again.
         hello_timeout_s: How long a worker may take to greet.
-        max_queued_commands: Commands a worker may leave unread before the link is given up.
+        write_timeout_s: How long gRPC may find no room for a command, since the worker does not read, before the link
+            is given up. Until then commands wait: as many as there are requests, and their ends.
     """
 
     backoff: Backoff = Backoff(first_s=0.1, max_s=0.5)
     hello_timeout_s: float = 10.0
-    max_queued_commands: int = 4096
+    write_timeout_s: float = 15.0
 
 
 class WorkerLink:
@@ -118,10 +119,7 @@ class WorkerLink:
         """Queues a command; dropped when that incarnation is no longer connected, since its legs are gone."""
         if self.hello is None or self.hello.identity != action.worker:
             return
-        try:
-            self._queue.put_nowait(command_of(action))
-        except asyncio.QueueFull:
-            self._break(WorkerLostError(f"worker {action.worker} does not read its commands"))
+        self._queue.put_nowait(command_of(action))
 
     def refuse(self, error: BatonError) -> None:
         """Hangs up on a worker that the dispatcher did not take."""
@@ -167,7 +165,7 @@ class WorkerLink:
         self.hello, self.state = hello, LinkState.READY
         pumps: list[asyncio.Future[None]] = [
             asyncio.create_task(self._read(hello, call)),
-            asyncio.create_task(_write(call, self._queue)),
+            asyncio.create_task(self._write(hello, call)),
         ]
         self._sink(WorkerJoined(hello=hello, address=self.address))
         if self.hello is not None:  # it was not refused
@@ -180,7 +178,7 @@ class WorkerLink:
         try:
             ends = [*pumps, self._broken]
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            error = next(iter(done)).exception()
+            error = next((end.exception() for end in done if not end.cancelled()), None)
             if not isinstance(error, BatonError | grpc.aio.AioRpcError):
                 raise AssertionError("a stream ended in no foreseen way") from error
             self.part(_reason(error))
@@ -208,6 +206,21 @@ class WorkerLink:
                 self._sink(event)
         raise WorkerLostError("the worker ended its stream")
 
+    async def _write(self, hello: WorkerHello, call: Call) -> None:
+        loop = asyncio.get_running_loop()
+        unread = WorkerLostError(f"worker {hello.identity} does not read its commands")
+        # Not a request iterator: grpc leaves the task that reads one behind when the call fails.
+        while True:
+            command = await self._queue.get()
+            # No timeout around it: a write that is cancelled cancels the call, which then says nothing of why it ended.
+            timer = loop.call_later(self._timing.write_timeout_s, self._break, unread)
+            try:
+                await call.write(command)
+            except asyncio.InvalidStateError as error:  # grpc's word for a call that is over
+                raise WorkerLostError("the worker ended its stream") from error
+            finally:
+                timer.cancel()
+
     def _greeted_again(self, before: WorkerHello, hello: WorkerHello) -> None:
         """The worker has changed its role; nothing else may change while a stream is up."""
         if replace(hello, role=before.role) != before:
@@ -220,7 +233,7 @@ class WorkerLink:
 
     async def _greet(self, channel: grpc.aio.Channel) -> tuple[WorkerHello, Call]:
         """Opens the stream and waits for the greeting, in which the worker tells what it is."""
-        self._queue = asyncio.Queue(self._timing.max_queued_commands)
+        self._queue = asyncio.Queue()
         async with asyncio.timeout(self._timing.hello_timeout_s):
             call: Call = worker_pb2_grpc.WorkerStub(channel).Serve()  # type: ignore[call-arg]
             frame = await anext(aiter(call), None)
@@ -324,16 +337,6 @@ class WorkerLinks:
             if same and not self._asked.is_sighted(link.address):
                 link.part(f"it moved to {joined.address}")
                 self._asked.drop(link.address)
-
-
-async def _write(call: Call, queue: asyncio.Queue[worker_pb2.Command]) -> None:
-    # Not a request iterator: grpc leaves the task that reads one behind when the call fails.
-    while True:
-        command = await queue.get()
-        try:
-            await call.write(command)
-        except asyncio.InvalidStateError as error:  # grpc's word for a call that is over
-            raise WorkerLostError("the worker ended its stream") from error
 
 
 def _checked(message: common_pb2.WorkerHello) -> WorkerHello:

@@ -1,13 +1,16 @@
 """Where transports listen, and who reaches them."""
 
+import bisect
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from unittest.mock import Mock
 
 import pytest
 
 from baton.errors import TransferError
+from kv_transfer.memory import listening
 from kv_transfer.memory.listening import Listening, PeerFilter
 
 TIMEOUT_S = 10
@@ -104,20 +107,90 @@ def test_a_peer_is_reached_from_the_address_of_the_route_to_it(loopback: str) ->
         assert Listening(host="10.0.0.1").towards(connection).host == "10.0.0.1"
 
 
+def _admit(peers: PeerFilter, host: str) -> None:
+    """A peer of that host proves itself."""
+    with _server("127.0.0.1") as region, socket.socket() as peer:
+        peer.bind((host, 0))
+        peer.connect(region.getsockname())
+        with region.accept()[0] as proven:
+            peers.admit(proven)
+
+
 def test_a_filter_lets_in_the_hosts_of_proven_peers_and_nobody_else() -> None:
     peers = PeerFilter(Listening(host="127.0.0.1"))
     with peers.opening():
         server = _server("127.0.0.1")
     with server:
         assert not _connects(server, "127.0.0.1")
-        with _server("127.0.0.1") as region, socket.socket() as peer:
-            peer.bind(("127.0.0.9", 0))
-            peer.connect(region.getsockname())
-            with region.accept()[0] as proven:
-                peers.admit(proven)
+        _admit(peers, "127.0.0.9")
         assert _connects(server, "127.0.0.9")
         assert not _connects(server, "127.0.0.8")
         assert not _connects(server, "127.0.0.1")
+    peers.close()
+
+
+def test_a_filter_of_more_hosts_than_the_kernel_takes_keeps_those_of_the_latest_proofs() -> None:
+    hosts = [f"127.1.{i // 250}.{1 + i % 250}" for i in range(2300)]
+    peers = PeerFilter(Listening(host="127.0.0.1"))
+    for host in hosts:
+        _admit(peers, host)
+    with peers.opening():
+        server = _server("127.0.0.1")
+    with server:
+        oldest = bisect.bisect(hosts, False, key=lambda host: _connects(server, host))
+        assert 0 < oldest < len(hosts) - 20, "some are dropped, and others are not"
+        for host in hosts[-20:]:
+            assert _connects(server, host)
+        _admit(peers, hosts[0])
+        assert _connects(server, hosts[0])
+    peers.close()
+
+
+def test_a_connection_stays_when_its_host_is_dropped_from_a_filter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listening, "_LONGEST_FILTER", 11)  # four hosts
+    peers = PeerFilter(Listening(host="127.0.0.1"))
+    with peers.opening():
+        server = _server("127.0.0.1")
+    with server, ExitStack() as stack:
+        _admit(peers, "127.0.0.2")
+        near = stack.enter_context(
+            socket.create_connection(server.getsockname(), source_address=("127.0.0.2", 0))
+        )
+        far = stack.enter_context(server.accept()[0])
+        for last in range(3, 7):
+            _admit(peers, f"127.0.0.{last}")
+        assert not _connects(server, "127.0.0.2")
+        assert _connects(server, "127.0.0.3")
+        near.sendall(b"here")
+        assert far.recv(4) == b"here"
+        _admit(peers, "127.0.0.3")  # is now the one that was proven last
+        _admit(peers, "127.0.0.7")
+        assert _connects(server, "127.0.0.3")
+        assert not _connects(server, "127.0.0.4")
+    peers.close()
+
+
+def test_a_filter_of_several_hosts_knows_whole_addresses(loopback: str) -> None:
+    others = ("::2", "0:0:0:1::1") if ":" in loopback else ("127.0.0.2", "128.0.0.1")
+    peers = PeerFilter(Listening(host=loopback))
+    with peers.opening():
+        server = _server(loopback)
+
+    def admit(host: str) -> None:
+        peer = Mock(spec=socket.socket, family=server.family)
+        peer.getpeername.return_value = (host, 1)
+        peers.admit(peer)
+
+    with server:
+        for host in others:
+            admit(host)
+        assert not _connects(server, loopback)
+        admit(loopback)
+        for host in others:
+            admit(host)
+        assert _connects(server, loopback)
     peers.close()
 
 

@@ -32,6 +32,7 @@ class FakeWorker:
         probes: Links that it was told to try.
         started: Commands that began a leg, in order.
         cancelled: Legs that were cancelled by command.
+        reads: Cleared while commands are left unread.
         hung_up: Set when the router's stream ended.
         frames: Of the last stream that was opened.
     """
@@ -48,6 +49,7 @@ class FakeWorker:
     holding: asyncio.Event = field(default_factory=asyncio.Event)
     started: list[Any] = field(default_factory=list)
     cancelled: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
+    reads: asyncio.Event = field(default_factory=asyncio.Event)
     hung_up: asyncio.Event = field(default_factory=asyncio.Event)
     server: grpc.aio.Server | None = None
     changes: dict[str, Any] = field(default_factory=dict)
@@ -61,6 +63,9 @@ class FakeWorker:
     @property
     def hello(self):
         return hello(self.name, self.role, incarnation=self.incarnation, **self.changes)
+
+    def __post_init__(self) -> None:
+        self.reads.set()
 
     async def start(self) -> None:
         self.peers[self.name] = self
@@ -115,6 +120,7 @@ class _Stream:
                 task.cancel()
 
     async def read(self, commands) -> None:
+        await self.worker.reads.wait()
         async for command in commands:
             if command.WhichOneof("command") == "cancel":
                 leg_id = command.cancel.leg_id

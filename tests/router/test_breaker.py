@@ -49,6 +49,16 @@ def test_repeated_failures_open_it_for_a_pause():
     assert breaker.circuit(5.0) is Circuit.HALF_OPEN
 
 
+def test_it_is_outdated_when_it_could_be_tried_for_long_and_was_not():
+    breaker = opened()
+    assert not breaker.is_outdated(3604.9)
+    assert breaker.is_outdated(3605.0)
+    breaker.started(3605.0)
+    assert not breaker.is_outdated(3664.9)
+    breaker.succeeded(3665.0)
+    assert not breaker.is_outdated(1e6), "it is closed"
+
+
 def test_one_trial_at_a_time_decides():
     breaker = opened()
     assert breaker.allows(5.0)

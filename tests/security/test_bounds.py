@@ -201,6 +201,39 @@ async def test_a_limit_touches_nothing_but_connections_to_its_own_port() -> None
         assert counts.crowded == 2
 
 
+async def test_a_connection_that_has_proven_itself_stays_however_many_have_called_since() -> None:
+    counts = ConnectionCounts()
+    limit = AddressLimit(counts, most=1)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        limit.port = listener.getsockname()[1]
+
+        def connect() -> socket.socket:
+            connection = stack.enter_context(socket.create_connection(listener.getsockname()))
+            stack.enter_context(listener.accept()[0])
+            return connection
+
+        async def look(shut: int) -> None:
+            limit.begun(asyncio.get_running_loop())
+            async with asyncio.timeout(5):
+                while counts.crowded < shut:  # noqa: ASYNC110  # nobody tells
+                    await asyncio.sleep(0.02)
+
+        old, _stranger = connect(), connect()
+        counts.called(f"ipv4:127.0.0.1:{old.getsockname()[1]}")
+        await look(1)
+        for port in range(2000):
+            counts.called(f"ipv4:192.0.2.1:{port}")
+        late = connect()
+        counts.called(f"ipv4:127.0.0.1:{late.getsockname()[1]}")
+        await look(2)
+        late.settimeout(5)
+        assert late.recv(1) == b"", "it is the latest"
+        old.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            old.recv(1)
+
+
 # The largest honest messages fit.
 
 

@@ -20,10 +20,12 @@ from router.http.json_cuts import cut
 from router.openai.requests import ChatCompletionRequest, CompletionRequest
 from router.openai.responses.requests import ResponsesRequest
 from router.openai.tokenization import DetokenizeRequest
+from router.tenants.tenant import TenantId
 from tests.router.served import MODEL, serve
 
 SAID = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [SAID]}
+_TENANT = TenantId("t")
 POSTS = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"model": MODEL, "prompt": "hi"},
@@ -36,7 +38,9 @@ POSTS = {
 
 
 async def _parsed(schema: type[Body], fields: dict[str, Any]) -> Any:
-    return await BodyReader(2**30, timeout_s=60).parse(json.dumps(fields).encode(), schema)
+    return await BodyReader(2**30, timeout_s=60).parse(
+        json.dumps(fields).encode(), schema, tenant_id=_TENANT
+    )
 
 
 async def _refused(schema: type[Body], fields: dict[str, Any]) -> InvalidRequestError:
@@ -136,7 +140,9 @@ async def test_the_largest_conversation_is_read_as_it_would_be_at_once(field: st
     schema = ChatCompletionRequest if field == "messages" else ResponsesRequest
     fields = {"model": MODEL, field: [{"role": "user", "content": parts}] * 4000, "seed": 7}
     raw = json.dumps(fields).encode()
-    assert await BodyReader(2**30, timeout_s=60).parse(raw, schema) == parse_body(raw, schema)
+    assert await BodyReader(2**30, timeout_s=60).parse(
+        raw, schema, tenant_id=_TENANT
+    ) == parse_body(raw, schema)
 
 
 async def test_the_loop_runs_while_a_large_conversation_is_read(monkeypatch):
@@ -163,11 +169,27 @@ async def test_the_loop_runs_while_a_large_conversation_is_read(monkeypatch):
 async def test_large_bodies_are_read_one_after_the_other():
     bodies = BodyReader(2**30, timeout_s=60)
     raw = json.dumps(CHAT | {"messages": [SAID] * 4000}).encode()
-    first, second = (asyncio.ensure_future(bodies.parse(raw, ChatCompletionRequest)) for _ in "12")
+    first, second = (
+        asyncio.ensure_future(bodies.parse(raw, ChatCompletionRequest, tenant_id=_TENANT))
+        for _ in "12"
+    )
     while not first.done():
         assert not second.done()
         await asyncio.sleep(0)
     assert (await second).model == MODEL
+
+
+async def test_tenants_take_turns_at_having_large_bodies_read():
+    bodies = BodyReader(2**30, timeout_s=60)
+    raw = json.dumps(CHAT | {"messages": [SAID] * 4000}).encode()
+    done: list[str] = []
+
+    async def read(tenant_id: str, name: str) -> None:
+        await bodies.parse(raw, ChatCompletionRequest, tenant_id=TenantId(tenant_id))
+        done.append(name)
+
+    await asyncio.gather(*(read("many", name) for name in ("m1", "m2", "m3")), read("few", "f"))
+    assert done == ["m1", "f", "m2", "m3"]
 
 
 @pytest.mark.parametrize(
@@ -207,14 +229,16 @@ async def test_a_long_list_that_is_not_of_token_ids_is_refused_by_name(wrong: st
         for quotes in ("", '"' * 600):
             raw = f'{{"model":"tiny","user":{json.dumps(quotes)},"prompt":[{listed}]}}'.encode()
             with pytest.raises(InvalidRequestError) as refused:
-                await BodyReader(2**30, timeout_s=60).parse(raw, CompletionRequest)
+                await BodyReader(2**30, timeout_s=60).parse(
+                    raw, CompletionRequest, tenant_id=_TENANT
+                )
             assert refused.value.param in ("prompt", None)
 
 
 async def test_a_long_list_without_a_token_id_is_refused_by_name():
     raw = f'{{"model":"tiny","prompt":[{" " * 100_000}]}}'.encode()
     with pytest.raises(InvalidRequestError) as refused:
-        await BodyReader(2**30, timeout_s=60).parse(raw, CompletionRequest)
+        await BodyReader(2**30, timeout_s=60).parse(raw, CompletionRequest, tenant_id=_TENANT)
     assert refused.value.param == "prompt"
 
 
@@ -222,7 +246,7 @@ async def test_a_field_given_twice_does_not_pass_a_check_with_one_and_count_with
     many = json.dumps([SAID] * 4000)
     raw = f'{{"model":"tiny","messages":{many},"messages":{json.dumps([SAID])}}}'.encode()
     with pytest.raises(InvalidRequestError, match="more than once"):
-        await BodyReader(2**30, timeout_s=60).parse(raw, ChatCompletionRequest)
+        await BodyReader(2**30, timeout_s=60).parse(raw, ChatCompletionRequest, tenant_id=_TENANT)
 
 
 _VALUES = st.recursive(
@@ -284,7 +308,9 @@ def test_what_is_accepted_in_pieces_is_accepted_whole(noise: bytes):
 
     whole = outcome(lambda: parse_body(raw, DetokenizeRequest))
     pieces = outcome(
-        lambda: asyncio.run(BodyReader(2**30, timeout_s=60).parse(raw, DetokenizeRequest))
+        lambda: asyncio.run(
+            BodyReader(2**30, timeout_s=60).parse(raw, DetokenizeRequest, tenant_id=_TENANT)
+        )
     )
     assert whole == pieces
 

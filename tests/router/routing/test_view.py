@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from baton.errors import IncompatibleError, InvariantError
 from baton.generation import WorkerLoad
 from baton.ids import LayerName, Role
+from router.breaker import Circuit
 from router.routing.index import PrefixIndex
 from router.routing.view import ClusterView
 from tests.router.known_workers import hello, layout
@@ -186,6 +187,35 @@ def test_a_worker_that_is_started_anew_keeps_its_record_until_it_has_faded(view)
     view.lose(restarted.identity)
     again = view.join(hello("a", Role.DECODE, incarnation=3), "unix:a", 1000.0)
     assert again in view.usable(1000.0), "there was time enough for a trial"
+
+
+def test_a_worker_that_failed_and_is_gone_costs_nothing_and_is_forgotten_in_time(view):
+    view.join(hello("b", Role.DECODE), "unix:b", 0.0)
+    gone = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    _fail(gone, 1.0)
+    assert view.usable(2.0) is not view.usable(2.0), "workers are asked one by one"
+    view.lose(gone.identity)
+    assert view.usable(2.0) is view.usable(2.0)
+    view.join(hello("c", Role.DECODE), "unix:c", 3700.0)
+    back = view.join(hello("a", Role.DECODE, incarnation=2), "unix:a", 3701.0)
+    _fail(back, 3701.0, times=2)
+    assert back in view.usable(3701.0), "its record begins anew"
+
+
+@pytest.mark.parametrize("away_s", [70.0, 200.0])
+def test_a_worker_that_comes_back_now_and_then_to_fail_is_tried_with_one_leg_at_a_time(
+    view, away_s
+):
+    worker, now_s = view.join(hello("a", Role.DECODE), "unix:a", 0.0), 1.0
+    _fail(worker, now_s)
+    for incarnation in range(2, 6):
+        view.lose(worker.identity)
+        now_s += away_s
+        worker = view.join(hello("a", Role.DECODE, incarnation=incarnation), "unix:a", now_s)
+        assert worker.breaker.circuit(now_s) is Circuit.HALF_OPEN
+        worker.breaker.started(now_s)
+        worker.breaker.failed(now_s)
+        assert not worker.breaker.allows(now_s), "the trial failed"
 
 
 def test_while_all_are_well_the_same_tuple_is_given_again(view):

@@ -61,6 +61,42 @@ async def test_nobody_waits_for_more_than_one_piece_of_work_of_another_tenant(
     assert done == ["f", "m1", "m2", "m3"]
 
 
+async def test_a_tenant_may_have_several_threads_and_others_come_first_when_one_is_free():
+    threads = FairThreads(2, "test", each=2)
+    done: list[str] = []
+    helds = Held(), Held()
+    try:
+        first, second = [await begin(threads, "many", held) for held in helds]
+        more = asyncio.ensure_future(threads.run("many", lambda: done.append("m")))
+        few = asyncio.ensure_future(threads.run("few", lambda: done.append("f")))
+        await turns_of_the_loop()
+        helds[0].let_go()
+        await soon(asyncio.gather(few, more, first))
+        assert done == ["f", "m"]
+    finally:
+        for held in helds:
+            held.let_go()
+        threads.close()
+    await soon(second)
+
+
+async def test_a_tenant_has_no_more_threads_than_it_may():
+    threads = FairThreads(2, "test")
+    helds = Held(), Held(), Held()
+    try:
+        first = await begin(threads, "one", helds[0])
+        more = asyncio.ensure_future(threads.run("one", helds[1]))
+        other = await begin(threads, "other", helds[2])
+        assert not helds[1].begun.is_set()
+        helds[0].let_go()
+        await soon(helds[1].begun.wait())
+    finally:
+        for held in helds:
+            held.let_go()
+        threads.close()
+    await soon(asyncio.gather(first, more, other))
+
+
 @pytest.mark.parametrize("tenant_id", ["same", "other"])
 async def test_work_that_nobody_waits_for_is_not_begun(threads: FairThreads, tenant_id: str):
     done: list[str] = []

@@ -35,6 +35,26 @@ async def test_a_conversation_becomes_the_tokens_of_the_rendered_template(direct
     tokenizer.close()
 
 
+@pytest.mark.parametrize("kind", ["text", "conversation", "words"])
+async def test_a_tenants_text_does_not_wait_for_all_those_of_another(directory: Path, kind: str):
+    tokenizer = Tokenizer.load(directory, threads=1)
+    long = "hello world " * 5000
+    many = [
+        asyncio.ensure_future(tokenizer.encode(long, tenant_id="many", add_special_tokens=False))
+        for _ in range(20)
+    ]
+    await asyncio.sleep(0)
+    if kind == "text":
+        await soon(tokenizer.encode("hello", tenant_id="few", add_special_tokens=False))
+    elif kind == "words":
+        await soon(tokenizer.encode_words(["hello"], tenant_id="few"))
+    else:
+        await soon(tokenizer.encode_chat(_USER, tenant_id="few"))
+    assert sum(text.done() for text in many) <= 2
+    await soon(asyncio.gather(*many))
+    tokenizer.close()
+
+
 async def test_the_generation_prompt_can_be_left_out(directory: Path):
     tokenizer = Tokenizer.load(directory)
     with_prompt = await tokenizer.encode_chat(_USER, tenant_id="t")

@@ -1,10 +1,12 @@
 import asyncio
 import logging
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import ANY
 
 import pytest
+import uvloop
 
 from baton.backoff import Backoff
 from baton.clock import ManualClock
@@ -178,18 +180,33 @@ async def test_failed_attempts_leave_no_task_behind(tmp_path, caplog):
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_worker_that_does_not_read_its_commands_is_hung_up_on(tmp_path):
-    timing = LinkTiming(backoff=Backoff(first_s=0.01, max_s=0.05), max_queued_commands=2)
-    async with (
-        running(tmp_path, w=Role.HYBRID) as workers,
-        linked(workers["w"], timing) as (link, events),
-    ):
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_worker_that_does_not_read_its_commands_is_hung_up_on_each_time(tmp_path, new_loop):
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(_hung_up_on(tmp_path, times=10))
+
+
+async def _hung_up_on(directory, *, times):
+    timing = LinkTiming(backoff=Backoff(first_s=0.01, max_s=0.05), write_timeout_s=0.1)
+    long = Prompt(prompt_tokens=(7,) * 100_000, sampling=SamplingParams(max_tokens=2))
+    async with running(directory, w=Role.HYBRID) as workers:
+        workers["w"].reads.clear()
+        async with linked(workers["w"], timing) as (link, events):
+            for _ in range(times):
+                assert isinstance(await _first(events, WorkerJoined), WorkerJoined)
+                for _ in range(20):  # more than gRPC takes unread
+                    link.send(replace(generate(link), prompt=long))
+                lost = await _first(events, WorkerLost)
+                assert lost.reason == "worker w@1 does not read its commands"
+
+
+async def test_a_worker_is_sent_any_number_of_commands_at_once(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
         await soon(events.get())
-        command = generate(link)
-        for _ in range(3):
-            link.send(command)  # nothing is written before the loop runs
-        assert isinstance(await _first(events, WorkerLost), WorkerLost)
-        assert isinstance(await _first(events, WorkerJoined), WorkerJoined)
+        for number in range(10_000):  # nothing is written before the loop runs
+            link.send(SendCancel(worker=link.hello.identity, leg_id=LegId(number)))
+        assert [await soon(workers["w"].cancelled.get()) for _ in range(10_000)] == [*range(10_000)]
+        assert events.empty()
 
 
 async def _first(events, kind):
