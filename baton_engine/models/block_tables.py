@@ -33,7 +33,7 @@ class TableChanges:
 
     Attributes:
         rows: `[num_rows]` int64, the kept row of each of the step's; never `NOBODY`.
-        places: `[num_changes]` int64, where the kept tables, as one flat array, have changed.
+        places: `[num_changes]` int64, where the kept tables, as one flat array, have changed; none without a device.
         pages: `[num_changes]` int32, what stands there now.
         width: Pages of the step's longest text.
     """
@@ -87,8 +87,10 @@ class BlockTables:
         self._make_room(len(rows) + 1, width)
         used = [self._row(row) for row in rows]
         for at, row, count in zip(used, rows, needed, strict=True):
-            self._unsent.append(self._write(at, row, count))
-        places = np.concatenate(self._unsent)
+            changed = self._write(at, row, count)
+            if len(changed) and self._sent is not None:
+                self._unsent.append(changed)
+        places = np.concatenate(self._unsent) if self._unsent else _NOTHING
         return TableChanges(
             rows=np.array(used, np.int64),
             places=places,
@@ -108,12 +110,19 @@ class BlockTables:
         `[num_rows, width]` int32. What lies behind a text's pages is of no meaning, but no page outside the arena.
         """
         if self._sent is None:
-            self._unsent.clear()
-            return torch.from_numpy(self._kept[rows.numpy(), :width])
+            return self._on_host(rows.numpy(), width)
         if len(places):
             self._sent.view(-1).index_copy_(0, places, pages)
         self._unsent.clear()  # not before: a step that breaks off here is sent again
         return self._sent[:, :width].index_select(0, rows)
+
+    def gather_on_host(self, changes: TableChanges) -> torch.Tensor:
+        """The same, of the last update, where kernels read the host's memory."""
+        return self._on_host(changes.rows, changes.width)
+
+    def _on_host(self, rows: NDArray[np.int64], width: int) -> torch.Tensor:
+        self._unsent.clear()
+        return torch.from_numpy(self._kept[rows, :width])
 
     def _row(self, row: Row) -> int:
         """The kept row of a text; one of its own from its first step on, or since others took the last one."""
