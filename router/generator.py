@@ -11,7 +11,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from baton.clock import Clock
-from baton.errors import DeadlineError, DrainingError, InvariantError, OverloadedError
+from baton.errors import (
+    DeadlineError,
+    DrainingError,
+    InvariantError,
+    OverloadedError,
+    UnavailableError,
+)
 from baton.ids import RequestId
 from baton.story import StoryEntry
 from baton.telemetry.logs import get_logger
@@ -205,6 +211,8 @@ class ClusterGenerator:
         for request_id in self._admission.expire():
             late = DeadlineError("The request's deadline passed, or was about to, while it waited.")
             self._inboxes.end(request_id, late)
+        for request_id in self._admission.abandon():
+            self._inboxes.end(request_id, UnavailableError("no worker is available"))
         self._admit()
 
     def check_integrity(self) -> None:

@@ -281,7 +281,8 @@ def compose(
         capacity=capacity,
     )
     dispatcher = Dispatcher(view=view, placement=placement, policy=retry_policy)
-    admission = Admission(capacity, queue_limits(config), clock)
+    limits = queue_limits(config, retry_policy.worker_wait_s)
+    admission = Admission(capacity, limits, clock)
     discovery = ModelDiscovery(view, retry_policy.worker_wait_s)
 
     def hear(heard: Heard) -> None:  # links and generator call each other

@@ -39,13 +39,14 @@ _MESSAGES = {
 }
 
 
-def queue_limits(config: RouterConfig) -> QueueLimits:
-    """The configured bounds of the admission queue."""
+def queue_limits(config: RouterConfig, worker_wait_s: float) -> QueueLimits:
+    """The configured bounds of the admission queue, and how long a request waits there for a worker."""
     return QueueLimits(
         requests=config.max_waiting_requests,
         tenant_requests=config.max_waiting_requests_per_tenant,
         prompt_tokens=config.max_waiting_prompt_tokens,
         tenant_prompt_tokens=config.max_waiting_prompt_tokens_per_tenant,
+        worker_wait_s=worker_wait_s,
     )
 
 
@@ -135,6 +136,10 @@ class Admission:
         if not self._controller.waiting:
             return []
         return [late.request_id for late in self._controller.expire(self._clock.now_s())]
+
+    def abandon(self) -> list[RequestId]:
+        """Gives up the requests that have waited long enough for a worker, where there is none."""
+        return [late.request_id for late in self._controller.abandon(self._clock.now_s())]
 
     def leave(self, request_id: RequestId) -> None:
         """A client went away, or has all it wanted."""

@@ -66,12 +66,8 @@ class WorkerCapacity:
         self._prefill_window_tokens = prefill_window_tokens
 
     def has_room(self, request: GenerationRequest, now_s: float) -> bool:
-        """Whether a prefill and a decode worker can take it. Without any worker there is nothing to protect: the
-        dispatcher waits for one, and fails the request if none comes.
-        """
+        """Whether a prefill and a decode worker can take it."""
         usable = self._view.usable(now_s)
-        if not usable:
-            return True
         decoders = decoders_of(usable)
         if not any(self._can_decode_request(worker, request) for worker in decoders):
             keeper = self.idle_prefill_worker(
@@ -83,6 +79,10 @@ class WorkerCapacity:
             return keeper is not None
         prefillers = [worker for worker in usable if worker.hello.role.prefills_for_others]
         return any(self._can_prefill(worker, now_s) for worker in prefillers or decoders)
+
+    def has_workers(self, now_s: float) -> bool:
+        """Whether there is any that may be given new work."""
+        return bool(self._view.usable(now_s))
 
     def idle_prefill_worker(
         self, workers: Sequence[WorkerView], *, samples: int, context_tokens: int, slo: Slo

@@ -61,12 +61,14 @@ class QueueLimits:
         tenant_requests: Requests of one tenant.
         prompt_tokens: Tokens of their prompts, which is what they take in memory.
         tenant_prompt_tokens: The same of one tenant.
+        worker_wait_s: How long a request waits while no worker is there.
     """
 
     requests: int
     tenant_requests: int
     prompt_tokens: int
     tenant_prompt_tokens: int
+    worker_wait_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,9 @@ class Capacity(Protocol):
     def has_room(self, request: GenerationRequest, now_s: float) -> bool:
         """Whether `request` could be placed without overfilling a worker or breaking what others were promised."""
 
+    def has_workers(self, now_s: float) -> bool:
+        """Whether there is any worker that may be given new work."""
+
     def first_token_s(self, request: GenerationRequest, now_s: float) -> float:
         """Predicted time from admission to the first token; 0 while nothing is known."""
 
@@ -96,7 +101,7 @@ class AdmissionController:
     """Which requests wait, and which is next.
 
     Pure: no sockets, no clock. Time comes in as `now_s`. A request that was accepted by `offer` leaves in exactly one
-    way: taken by `next`, given up by `expire`, or gone by `leave`.
+    way: taken by `next`, given up by `expire` or `abandon`, or gone by `leave`.
 
     Args:
         capacity: Says whether the next one fits.
@@ -112,6 +117,7 @@ class AdmissionController:
         self._admitted = AdmittedTotals()
         self._story = StoryLog("admission")
         self._deadlines = Deadlines(self._queue.find, lambda: len(self._queue))
+        self._without_workers_s: float | None = None  # since when
 
     @property
     def waiting(self) -> int:
@@ -162,7 +168,8 @@ class AdmissionController:
         if head is None:
             return None
         if not self._capacity.has_room(head, now_s):
-            self._rate.observe(0, waiting=True, now_s=now_s)
+            # Time without workers says nothing of how fast they are.
+            self._rate.observe(0, waiting=self._capacity.has_workers(now_s), now_s=now_s)
             return None
         self._queue.pop()
         self._deadlines.forget_ended()
@@ -180,6 +187,25 @@ class AdmissionController:
             self._queue.remove(first.request_id)
             self._story.record(first.request_id, now_s, "expired")
             late.append(first)
+        self._deadlines.forget_ended()
+        return late
+
+    def abandon(self, now_s: float) -> list[GenerationRequest]:
+        """Gives up the requests that have waited long enough for a worker, where there is none. To be called several
+        times per second.
+        """
+        if self._capacity.has_workers(now_s):
+            self._without_workers_s = None
+            return []
+        if self._without_workers_s is None:
+            self._without_workers_s = now_s
+        since_s = now_s - self._limits.worker_wait_s
+        if self._without_workers_s > since_s:
+            return []
+        late = [request for request in self._queue if request.arrived_s <= since_s]
+        for request in late:
+            self._queue.remove(request.request_id)
+            self._story.record(request.request_id, now_s, "given up: no worker came")
         self._deadlines.forget_ended()
         return late
 

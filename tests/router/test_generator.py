@@ -226,6 +226,23 @@ async def test_without_any_worker_the_job_fails_as_unavailable(tmp_path):
             await collect(generator, job())
 
 
+async def test_those_who_waited_for_a_worker_go_to_it_as_fast_as_it_takes_them(tmp_path):
+    worker = FakeWorker("h0", Role.HYBRID, tmp_path, {}, hold_at=0)
+    async with composed({"h0": worker}, all_here=False) as parts:
+        waiting = [
+            asyncio.create_task(collect(parts.generator, job(f"cmpl-{number}")))
+            for number in range(30)
+        ]
+        await asyncio.sleep(0)
+        assert parts.dispatcher.in_flight == 0
+        await worker.start()
+        await soon(worker.holding.wait())
+        assert 0 < parts.dispatcher.in_flight < 30, "the others wait where they are ordered"
+        worker.gate.set()
+        await soon(asyncio.gather(*waiting))
+        await worker.kill()
+
+
 async def test_who_asks_for_the_model_before_any_worker_is_here_waits_for_the_first(tmp_path):
     worker = FakeWorker("h0", Role.HYBRID, tmp_path, {})
     async with generating({"h0": worker}, all_here=False) as generator:

@@ -44,10 +44,14 @@ class FakeCapacity:
 
     places: int = 0
     first_s: float = 0.0
+    workers: bool = True
     taken: list[RequestId] = field(default_factory=list)
 
     def has_room(self, queued: GenerationRequest, now_s: float) -> bool:
-        return len(self.taken) < self.places
+        return self.workers and len(self.taken) < self.places
+
+    def has_workers(self, now_s: float) -> bool:
+        return self.workers
 
     def first_token_s(self, queued: GenerationRequest, now_s: float) -> float:
         return self.first_s

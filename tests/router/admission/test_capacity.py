@@ -44,9 +44,12 @@ def cluster(
     return capacity, workers
 
 
-def test_without_any_worker_nobody_is_held_back_the_dispatcher_waits_with_them():
+def test_without_any_worker_there_is_no_room():
     capacity, _ = cluster()
-    assert capacity.has_room(queued("r"), 0.0)
+    assert not capacity.has_room(queued("r"), 0.0)
+    assert not capacity.has_workers(0.0)
+    capacity, _ = cluster(h0=Role.HYBRID)
+    assert capacity.has_workers(0.0)
 
 
 @pytest.mark.parametrize(

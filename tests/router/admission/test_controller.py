@@ -3,6 +3,7 @@
 import copy
 import heapq
 import weakref
+from collections.abc import Iterable
 from random import Random
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton.ids import RequestId
 from router.admission.controller import AdmissionController, QueueLimits, Refusal, RefusalReason
+from router.ports import GenerationRequest
 from router.slo import STANDARD, Slo
 from tests.router.admission.admitting import FakeCapacity, queued
 
@@ -23,6 +25,7 @@ def limits(**changes: int) -> QueueLimits:
         "tenant_requests": 500,
         "prompt_tokens": 10**6,
         "tenant_prompt_tokens": 10**6,
+        "worker_wait_s": 15,
     }
     return QueueLimits(**(bounds | changes))
 
@@ -53,6 +56,52 @@ def test_whoever_leaves_the_line_is_not_let_in():
     assert not controller.leave(queued("r").request_id)
     capacity.places = 1
     assert controller.next(0.0) is None
+
+
+def test_without_workers_requests_wait_within_bounds_and_are_given_up_in_time():
+    capacity = FakeCapacity(places=5, workers=False)
+    controller = AdmissionController(capacity=capacity, limits=limits(requests=2, worker_wait_s=10))
+    assert controller.offer(queued("a"), 0.0) is None
+    assert controller.offer(queued("b", arrived_s=4.0), 4.0) is None
+    refused = controller.offer(queued("c", arrived_s=5.0), 5.0)
+    assert refused is not None
+    assert refused.reason is RefusalReason.QUEUE_FULL
+    assert controller.next(5.0) is None
+    assert [ids(controller.abandon(now_s)) for now_s in (0.0, 9.9, 10.0)] == [[], [], ["a"]]
+    capacity.workers = True
+    assert controller.abandon(20.0) == []
+    taken = controller.next(20.0)
+    assert taken is not None
+    assert taken.request_id == "b"
+
+
+def test_a_wait_for_room_is_none_for_a_worker():
+    capacity = FakeCapacity(places=0)
+    controller = AdmissionController(capacity=capacity, limits=limits(worker_wait_s=10))
+    assert controller.offer(queued("r", deadline_s=1000.0), 0.0) is None
+    assert controller.abandon(100.0) == []
+    capacity.workers = False
+    given_up = [ids(controller.abandon(now_s)) for now_s in (100.0, 109.9, 110.0)]
+    assert given_up == [[], [], ["r"]]
+
+
+def test_time_without_workers_says_nothing_of_how_long_the_line_takes():
+    capacity = FakeCapacity(places=1)
+    controller = AdmissionController(capacity=capacity, limits=limits())
+    for number in range(100):
+        controller.offer(queued(f"r{number}", prompt_tokens=10_000, deadline_s=1000.0), 0.0)
+    for now_s in (0.0, 1.0, 2.0):
+        assert controller.next(now_s) is not None
+    tenant = queued("another").tenant
+    before_s = controller.wait_s(tenant, STANDARD)
+    capacity.workers = False
+    for now_s in range(3, 60):
+        assert controller.next(float(now_s)) is None
+    assert 0 < controller.wait_s(tenant, STANDARD) < 2 * before_s
+
+
+def ids(requests: Iterable[GenerationRequest]) -> list[str]:
+    return [request.request_id for request in requests]
 
 
 def test_a_deadline_that_cannot_be_met_any_more_ends_the_wait():

@@ -26,6 +26,9 @@ class Prefiller:
     def has_room(self, queued: GenerationRequest, now_s: float) -> bool:
         return self.prompts == 0 or self.free_s - now_s < LEAD_S
 
+    def has_workers(self, now_s: float) -> bool:
+        return True
+
     def first_token_s(self, queued: GenerationRequest, now_s: float) -> float:
         return max(0.0, self.free_s - now_s) + self.prompt_s
 
