@@ -4,6 +4,8 @@ and what cannot be held to is refused by name and path.
 
 import asyncio
 import json
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -16,12 +18,14 @@ from baton.config.schema import GrammarConfig
 from baton.errors import InvalidRequestError, OverloadedError, RateLimitedError
 from baton.telemetry.metrics import new_registry
 from router.anthropic.replies import AnthropicErrorReply
-from router.generation.answer_form import AnswerForm, StructuralTag, grammar_of
+from router.generation import grammars
+from router.generation.answer_form import AnswerForm, Grammar, StructuralTag, grammar_of
 from router.generation.grammars import GrammarChecker, _Tenant
 from router.http.errors import ErrorReply
 from tests.router.generation.random_answers import random_answer
 from tests.router.generation.schemas import INVALID, REFUSED, SCHEMAS
 from tests.router.served import MODEL, serve, tiny_tokenizer
+from tests.waits import WAIT_S, soon
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 RESPONSE, MESSAGE = "/v1/responses", "/v1/messages"
@@ -539,19 +543,29 @@ async def test_each_api_tells_of_a_wrong_form_first(path):
         assert served.generator.requests == []
 
 
-async def test_nobody_waits_for_more_than_one_grammar_of_another_tenant():
+async def test_nobody_waits_for_more_than_one_grammar_of_another_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+):
     checker = GrammarChecker(GrammarConfig(threads=1), (), new_registry())
-    order: list[str] = []
+    all_have_asked = threading.Event()
+    order: list[object] = []
 
-    async def ask(tenant: str, regex: str) -> None:
-        await checker.text_of(of("regex", regex), tenant)
-        order.append(regex)
+    def make(form: AnswerForm, special_tokens: Iterable[str]) -> Grammar:
+        assert all_have_asked.wait(WAIT_S)
+        order.append(form.value)
+        return grammar_of(form, special_tokens)
 
-    many = [asyncio.create_task(ask("many", f"a{{{number}}}")) for number in range(9)]
-    few = asyncio.create_task(ask("few", "b"))
-    await asyncio.gather(few, *many)
-    assert order.index("b") <= 1
-    assert [regex for regex in order if regex != "b"] == [f"a{{{number}}}" for number in range(9)]
+    monkeypatch.setattr(grammars, "grammar_of", make)
+    asking = [
+        asyncio.create_task(checker.text_of(of("regex", f"a{{{number}}}"), "many"))
+        for number in range(9)
+    ]
+    asking.append(asyncio.create_task(checker.text_of(of("regex", "b"), "few")))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    all_have_asked.set()
+    await soon(asyncio.gather(*asking))
+    assert order == ["a{0}", "b", *(f"a{{{number}}}" for number in range(1, 9))]
     checker.close()
 
 
