@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
+from baton.errors import OverloadedError
 from baton.rpc.hello import WorkerHello
 from router.ports import ServedModel
 from router.routing.view import ClusterView
@@ -17,11 +18,14 @@ class ModelDiscovery:
     Args:
         view: The connected workers.
         wait_s: How long `model` waits for the first worker: as long as a request would.
+        max_waiting: How many wait so at most: as many as requests may.
     """
 
-    def __init__(self, view: ClusterView, wait_s: float) -> None:
+    def __init__(self, view: ClusterView, wait_s: float, max_waiting: int) -> None:
         self._view = view
         self._wait_s = wait_s
+        self._max_waiting = max_waiting
+        self._waiting = 0
         self._model: ServedModel | None = None
         self._next = asyncio.Event()
         self._ended = False
@@ -46,12 +50,25 @@ class ModelDiscovery:
         await self._next.wait()
 
     async def model(self, *, wait: bool) -> ServedModel | None:
-        """What all connected workers can serve, or the last ones could; None before the first."""
+        """What all connected workers can serve, or the last ones could; None before the first.
+
+        Raises:
+            OverloadedError: Too many wait for the first already.
+        """
         if self._model is None and wait and not self._ended:
+            await self._wait_for_the_first()
+        return self._model
+
+    async def _wait_for_the_first(self) -> None:
+        if self._waiting >= self._max_waiting:
+            raise OverloadedError("Too many requests are waiting.", reason="queue_full")
+        self._waiting += 1
+        try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._wait_s):
                     await self.next_worker()
-        return self._model
+        finally:
+            self._waiting -= 1
 
     def _connected(self) -> list[WorkerHello]:
         return [worker.hello for worker in self._view.workers]

@@ -283,7 +283,7 @@ def compose(
     dispatcher = Dispatcher(view=view, placement=placement, policy=retry_policy)
     limits = queue_limits(config, retry_policy.worker_wait_s)
     admission = Admission(capacity, limits, clock)
-    discovery = ModelDiscovery(view, retry_policy.worker_wait_s)
+    discovery = ModelDiscovery(view, retry_policy.worker_wait_s, config.max_waiting_requests)
 
     def hear(heard: Heard) -> None:  # links and generator call each other
         generator.hear(heard)

@@ -253,6 +253,22 @@ async def test_who_asks_for_the_model_before_any_worker_is_here_waits_for_the_fi
         await worker.kill()
 
 
+async def test_before_any_worker_was_here_no_more_wait_for_the_first_than_may_wait(tmp_path):
+    worker = FakeWorker("h0", Role.HYBRID, tmp_path, {})
+    async with generating({"h0": worker}, all_here=False, max_waiting_requests=2) as generator:
+        asking = [asyncio.create_task(generator.model(wait=True)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="Too many requests are waiting"):
+            await generator.model(wait=True)
+        asking[0].cancel()
+        await asyncio.wait(asking[:1])
+        asking.append(asyncio.create_task(generator.model(wait=True)))
+        await worker.start()
+        served = ServedModel(max_model_len=4096, vocab_size=1000)
+        assert await soon(asyncio.gather(*asking[1:])) == [served, served]
+        await worker.kill()
+
+
 async def test_a_router_that_stops_lets_nobody_wait_for_a_worker(tmp_path):
     worker = FakeWorker("h0", Role.HYBRID, tmp_path, {})
     async with generating({"h0": worker}, all_here=False, worker_wait_s=3600.0) as generator:
