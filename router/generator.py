@@ -49,6 +49,7 @@ from router.dispatch.events import (
     WorkerJoined,
     WorkerLost,
 )
+from router.dispatch.retry import Fallback
 from router.inboxes import Inboxes
 from router.model_discovery import ModelDiscovery
 from router.ports import GenerationEvent, GenerationRequest, ServedModel, Timing
@@ -212,6 +213,7 @@ class ClusterGenerator:
             late = DeadlineError("The request's deadline passed, or was about to, while it waited.")
             self._inboxes.end(request_id, late)
         for request_id in self._admission.abandon():
+            self._dispatcher.retry_counters.fallbacks[Fallback.REFUSED] += 1
             self._inboxes.end(request_id, UnavailableError("no worker is available"))
         self._admit()
 

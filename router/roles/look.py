@@ -18,7 +18,7 @@ def look_at(
         view: The connected workers.
         now_s: The time.
         waiting: Requests in the router's line. While every prefill worker has a prompt they wait for one of those, else
-            for a place on a decode worker.
+            for a place on a decode worker; where no worker is usable, for any.
         missed: What requests were promised lately and did not get.
     """
     usable = set(view.usable(now_s))
@@ -30,7 +30,7 @@ def look_at(
     prompt_s = sum(worker.backlog_s for worker in prefilling) / max(1, prompts)
     return Look(
         workers=workers,
-        waiting=0 if for_prefill else waiting,
+        waiting=0 if for_prefill or not usable else waiting,
         waiting_s=waiting * prompt_s if for_prefill else 0.0,
         tbt_s=min(promised, default=None),
         missed=missed,

@@ -20,19 +20,11 @@ class _Piece(Generic[_Result]):
     work: Callable[[], _Result]
     done: Future[_Result]
 
-    def do(self) -> None:
-        try:
-            result = self.work()
-        except BaseException as error:  # noqa: BLE001  # whoever waits is told, of whatever it is
-            self.done.set_exception(error)
-        else:
-            self.done.set_result(result)
-
 
 class FairThreads:
-    """A thread that is free takes a piece of the next tenant, and one that had its turn comes behind all others: nobody waits
-    for more than one piece of each other tenant, and for what the threads have begun. The threads choose, not the event loop,
-    which may be slow to run while they have work.
+    """A thread that is free takes a piece of the next tenant, and one that had its turn comes behind all others: nobody
+    waits for more than one piece of each other tenant, and for what the threads have begun. The threads choose, not
+    the event loop, which may be slow to run while they have work.
 
     Args:
         threads: How many there are.
@@ -49,14 +41,26 @@ class FairThreads:
         self._running: Counter[str] = Counter()
 
     async def run(self, tenant_id: str, work: Callable[[], _Result]) -> _Result:
-        """What `work` returns, or raises. If this is cancelled before a thread has begun the work, it is not done; after
-        that it is finished, and counts for its tenant until then.
+        """What `work` returns, or raises. If this is cancelled before a thread has begun the work, it is not done;
+        after that it is finished, and counts for its tenant until then.
         """
-        piece = _Piece(work, Future[_Result]())
+        done = Future[_Result]()
         with self._lock:
-            self._waiting.setdefault(tenant_id, deque()).append(piece)
-        self._pool.submit(self._work_off)
-        return await asyncio.wrap_future(piece.done)
+            self._waiting.setdefault(tenant_id, deque()).append(_Piece(work, done))
+        try:
+            self._pool.submit(self._work_off)
+        except RuntimeError:  # closed, or no thread can be started
+            done.cancel()
+            raise
+        result = asyncio.wrap_future(done)
+        del (
+            work,
+            done,
+        )  # an error's traceback holds this frame, and what it knows until a late collection
+        try:
+            return await result
+        finally:
+            del result
 
     def close(self) -> None:
         """Ends the threads. Blocks until the work that they have begun is finished; whoever waits for other work gets a
@@ -74,12 +78,15 @@ class FairThreads:
         """Does what waits, until nothing is left, or only of tenants for which others work: who ends takes that."""
         while (taken := self._take()) is not None:
             tenant_id, piece = taken
-            piece.do()
-            with self._lock:
-                self._running[tenant_id] -= 1
-                self._running += Counter()  # without those that are at 0
-                if tenant_id in self._waiting:
-                    self._waiting[tenant_id] = self._waiting.pop(tenant_id)  # behind all others
+            try:
+                _do(piece)
+            finally:
+                del taken, piece
+                with self._lock:
+                    self._running[tenant_id] -= 1
+                    self._running += Counter()  # without those that are at 0
+                    if tenant_id in self._waiting:
+                        self._waiting[tenant_id] = self._waiting.pop(tenant_id)  # behind all others
 
     def _take(self) -> tuple[str, _Piece[Any]] | None:
         with self._lock:
@@ -95,3 +102,16 @@ class FairThreads:
 
     def _next_tenant(self) -> str | None:
         return next((one for one in self._waiting if self._running[one] < self._each), None)
+
+
+def _do(piece: _Piece[Any]) -> None:
+    work, done = piece.work, piece.done
+    del piece
+    try:
+        result = work()
+    except BaseException as error:  # noqa: BLE001  # whoever waits is told, of whatever it is
+        done.set_exception(error)
+    else:
+        done.set_result(result)
+    finally:
+        del work, done

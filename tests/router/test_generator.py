@@ -17,7 +17,7 @@ from baton.errors import (
 from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import RequestId, Role
 from baton.rpc.generation import prompt_from_proto
-from router.dispatch.retry import RetryPolicy
+from router.dispatch.retry import Fallback, RetryPolicy
 from router.ports import GenerationRequest, ServedModel, Timing, Tokens
 from router.service import RouterParts, compose
 from router.service import running as running_parts
@@ -224,6 +224,7 @@ async def test_without_any_worker_the_job_fails_as_unavailable(tmp_path):
         assert await generator.model(wait=True) is None
         with pytest.raises(UnavailableError):
             await collect(generator, job())
+        assert parts.dispatcher.retry_counters.fallbacks[Fallback.REFUSED] == 1
 
 
 async def test_those_who_waited_for_a_worker_go_to_it_as_fast_as_it_takes_them(tmp_path):

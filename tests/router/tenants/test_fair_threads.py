@@ -1,5 +1,7 @@
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -140,6 +142,35 @@ async def test_work_that_ends_gives_its_turn_on(threads: FairThreads, work: Call
     assert await soon(threads.run("one", lambda: 7)) == 7
     await soon(asyncio.wait([first]))
     assert isinstance(first.exception(), ValueError | None)
+
+
+class Body:
+    """What work is about."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_of_work_that_has_ended_nothing_is_kept_until_a_collection(
+    threads: FairThreads, fails: bool
+):
+    def begin(body: Body) -> asyncio.Future[None]:
+        def work() -> None:
+            if fails:
+                raise ValueError(type(body).__name__)
+
+        return asyncio.ensure_future(threads.run("one", work))
+
+    body = Body()
+    seen = weakref.ref(body)
+    gc.disable()
+    try:
+        working = begin(body)
+        await soon(asyncio.wait([working]))
+        assert isinstance(working.exception(), ValueError) is fails
+        del working, body
+        await soon(threads.run("one", lambda: None))  # the thread has let go of the last work
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 async def test_whoever_waits_for_a_turn_when_the_threads_end_is_told():

@@ -3,6 +3,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,11 +13,12 @@ from tokenizers import processors
 
 from baton.errors import InvalidRequestError, ModelLoadError
 from baton.pretrained import PretrainedTokenizer
+from baton.tokens import PackedTokens
 from router.templates.renderer import Conversation
 from router.text.tokenizer import Tokenizer
 from tests.router.served import tiny_tokenizer
 from tests.router.text.tiny_tokenizers import byte_fallback, byte_level, save, token_id
-from tests.waits import soon
+from tests.waits import WAIT_S, soon
 
 _USER = Conversation(messages=[{"role": "user", "content": "hello"}])
 
@@ -36,21 +38,39 @@ async def test_a_conversation_becomes_the_tokens_of_the_rendered_template(direct
 
 
 @pytest.mark.parametrize("kind", ["text", "conversation", "words"])
-async def test_a_tenants_text_does_not_wait_for_all_those_of_another(directory: Path, kind: str):
+async def test_a_tenants_text_does_not_wait_for_all_those_of_another(
+    directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    all_have_asked, is_done = threading.Event(), threading.Event()
+    encode, begun = Tokenizer._encode, list[str]()
+
+    def encode_in_turn(self: Tokenizer, text: str, add_special_tokens: bool) -> PackedTokens:
+        if text == "of many":
+            begun.append(text)
+            assert (all_have_asked if len(begun) == 1 else is_done).wait(WAIT_S)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "_encode", encode_in_turn)
     tokenizer = Tokenizer.load(directory, threads=1)
-    long = "hello world " * 5000
     many = [
-        asyncio.ensure_future(tokenizer.encode(long, tenant_id="many", add_special_tokens=False))
+        asyncio.ensure_future(
+            tokenizer.encode("of many", tenant_id="many", add_special_tokens=False)
+        )
         for _ in range(20)
     ]
-    await asyncio.sleep(0)
+    few: asyncio.Future[object]
     if kind == "text":
-        await soon(tokenizer.encode("hello", tenant_id="few", add_special_tokens=False))
+        few = asyncio.ensure_future(
+            tokenizer.encode("hello", tenant_id="few", add_special_tokens=False)
+        )
     elif kind == "words":
-        await soon(tokenizer.encode_words(["hello"], tenant_id="few"))
+        few = asyncio.ensure_future(tokenizer.encode_words(["hello"], tenant_id="few"))
     else:
-        await soon(tokenizer.encode_chat(_USER, tenant_id="few"))
-    assert sum(text.done() for text in many) <= 2
+        few = asyncio.ensure_future(tokenizer.encode_chat(_USER, tenant_id="few"))
+    await asyncio.sleep(0)
+    all_have_asked.set()
+    await soon(few)
+    is_done.set()
     await soon(asyncio.gather(*many))
     tokenizer.close()
 
