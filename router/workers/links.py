@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import grpc
 
@@ -51,11 +52,13 @@ class LinkTiming:
         hello_timeout_s: How long a worker may take to greet.
         write_timeout_s: How long gRPC may find no room for a command, since the worker does not read, before the link
             is given up. Until then commands wait: as many as there are requests, and their ends.
+        grace_s: Added to that: after a pause of the whole router what was written meanwhile is heard first.
     """
 
     backoff: Backoff = Backoff(first_s=0.1, max_s=0.5)
     hello_timeout_s: float = 10.0
     write_timeout_s: float = 15.0
+    grace_s: float = 1.0
 
 
 class WorkerLink:
@@ -88,6 +91,7 @@ class WorkerLink:
         self._told = ""
         self._queue: asyncio.Queue[worker_pb2.Command] = asyncio.Queue()
         self._broken: asyncio.Future[None] | None = None
+        self._writing: worker_pb2.Command | None = None
 
     async def run(self) -> None:
         """Connects, serves, and connects again, until cancelled."""
@@ -213,13 +217,22 @@ class WorkerLink:
         while True:
             command = await self._queue.get()
             # No timeout around it: a write that is cancelled cancels the call, which then says nothing of why it ended.
-            timer = loop.call_later(self._timing.write_timeout_s, self._break, unread)
+            self._writing = command
+            give_up = partial(self._give_up, command, unread)
+            timer = loop.call_later(
+                self._timing.write_timeout_s, loop.call_later, self._timing.grace_s, give_up
+            )
             try:
                 await call.write(command)
             except asyncio.InvalidStateError as error:  # grpc's word for a call that is over
                 raise WorkerLostError("the worker ended its stream") from error
             finally:
                 timer.cancel()
+                self._writing = None
+
+    def _give_up(self, command: worker_pb2.Command, error: BatonError) -> None:
+        if self._writing is command:
+            self._break(error)
 
     def _greeted_again(self, before: WorkerHello, hello: WorkerHello) -> None:
         """The worker has changed its role; nothing else may change while a stream is up."""

@@ -1,5 +1,6 @@
 import asyncio
 import logging
+import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -187,7 +188,7 @@ def test_a_worker_that_does_not_read_its_commands_is_hung_up_on_each_time(tmp_pa
 
 
 async def _hung_up_on(directory, *, times):
-    timing = LinkTiming(backoff=Backoff(first_s=0.01, max_s=0.05), write_timeout_s=0.1)
+    timing = LinkTiming(backoff=Backoff(first_s=0.01, max_s=0.05), write_timeout_s=0.1, grace_s=0.0)
     long = Prompt(prompt_tokens=(7,) * 100_000, sampling=SamplingParams(max_tokens=2))
     async with running(directory, w=Role.HYBRID) as workers:
         workers["w"].reads.clear()
@@ -198,6 +199,24 @@ async def _hung_up_on(directory, *, times):
                     link.send(replace(generate(link), prompt=long))
                 lost = await _first(events, WorkerLost)
                 assert lost.reason == "worker w@1 does not read its commands"
+
+
+async def test_a_pause_of_the_router_is_not_taken_for_one_of_the_worker(tmp_path):
+    timing = LinkTiming(write_timeout_s=0.1, grace_s=WAIT_S)
+    long = Prompt(prompt_tokens=(7,) * 100_000, sampling=SamplingParams(max_tokens=2))
+    async with running(tmp_path, w=Role.HYBRID) as workers:
+        workers["w"].reads.clear()
+        async with linked(workers["w"], timing) as (link, events):
+            await _first(events, WorkerJoined)
+            for _ in range(20):  # more than gRPC takes unread
+                link.send(replace(generate(link), prompt=long))
+            await asyncio.sleep(0)
+            workers["w"].reads.set()
+            time.sleep(0.3)  # noqa: ASYNC251  # nothing runs in this process
+            link.send(SendCancel(worker=link.hello.identity, leg_id=LegId(77)))
+            assert await soon(workers["w"].cancelled.get()) == 77
+            while not events.empty():
+                assert not isinstance(events.get_nowait(), WorkerLost)
 
 
 async def test_a_worker_is_sent_any_number_of_commands_at_once(tmp_path):
