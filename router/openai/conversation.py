@@ -1,5 +1,6 @@
 """The messages of a chat completion, and what the model's template sees of them."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Protocol, Self
 
@@ -46,6 +47,7 @@ def whole_arguments(text: str) -> JsonObject:
     """
     try:
         found = from_json(text or "{}", allow_partial=True, allow_inf_nan=False)
+        json.dumps(found, allow_nan=False)  # 1e999 was read as infinite
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -278,9 +278,10 @@ async def test_a_call_of_a_tool_that_there_is_not_can_be_sent_back(name: str) ->
         ('{"zone": "CET", "at": "no', " zone=CET"),
         ("{", ""),
         ('{"zone": NaN}}</tool_call>', ""),
+        ('{"zone": 1e999}}</tool_call>', ""),
         ("{'zone': 'CET'}}</tool_call>", ""),
     ],
-    ids=["broken off", "begun", "no number", "no JSON"],
+    ids=["broken off", "begun", "no number", "infinite", "no JSON"],
 )
 async def test_a_call_whose_arguments_are_not_whole_can_be_sent_back(
     arguments: str, given: str
