@@ -1,6 +1,8 @@
 """Python's search for garbage in a process that serves: what was loaded before is never looked through again."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _THRESHOLDS = (2_000, 5, 500)
 """Objects, and collections of the generation below, after which Python looks for cycles. It takes about a microsecond
@@ -17,3 +19,15 @@ def freeze_loaded_objects() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Within it nothing is searched: modules stay, and to go over them again and again while more are loaded is a fifth
+    of what importing torch takes.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -23,7 +23,7 @@ from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, WorkerConfig
 from baton.discovery.registrar import registered
 from baton.discovery.registry import Registration
-from baton.garbage import freeze_loaded_objects
+from baton.garbage import freeze_loaded_objects, importing
 from baton.ids import BlockId, Role, WorkerId, WorkerIdentity
 from baton.layout import SPARE_BLOCKS
 from baton.rpc.credentials import ClusterCredentials
@@ -127,6 +127,7 @@ async def run_worker(child: Child) -> None:
     if config.engine.kind == "vllm":
         await _run_vllm(child)
         return
+    import_worker()
     from baton_engine.build import build_engine
     from prefill_worker.sink import TransferSink
 
@@ -497,8 +498,9 @@ _IMPORTED_BY_WORKERS = (
 
 def import_worker() -> None:
     """Imports what `run_worker` would on its way until it serves."""
-    for module in _IMPORTED_BY_WORKERS:
-        importlib.import_module(module)
+    with importing():
+        for module in _IMPORTED_BY_WORKERS:
+            importlib.import_module(module)
 
 
 ROLES: dict[str, RoleMain] = {
