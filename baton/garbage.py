@@ -24,7 +24,7 @@ def freeze_loaded_objects() -> None:
 @contextmanager
 def importing() -> Iterator[None]:
     """Within it nothing is searched: modules stay, and to go over them again and again while more are loaded is a fifth
-    of what importing torch takes.
+    or more of what importing torch takes.
     """
     gc.disable()
     try:

@@ -110,18 +110,14 @@ class BlockTables:
         `[num_rows, width]` int32. What lies behind a text's pages is of no meaning, but no page outside the arena.
         """
         if self._sent is None:
-            return self._on_host(rows.numpy(), width)
+            return self.gather_on_host(width, rows.numpy())
         if len(places):
             self._sent.view(-1).index_copy_(0, places, pages)
         self._unsent.clear()  # not before: a step that breaks off here is sent again
         return self._sent[:, :width].index_select(0, rows)
 
-    def gather_on_host(self, changes: TableChanges) -> torch.Tensor:
-        """The same, of the last update, where kernels read the host's memory."""
-        return self._on_host(changes.rows, changes.width)
-
-    def _on_host(self, rows: NDArray[np.int64], width: int) -> torch.Tensor:
-        self._unsent.clear()
+    def gather_on_host(self, width: int, rows: NDArray[np.int64]) -> torch.Tensor:
+        """The same, where kernels read the host's memory."""
         return torch.from_numpy(self._kept[rows, :width])
 
     def _row(self, row: Row) -> int:

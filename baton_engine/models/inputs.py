@@ -171,7 +171,7 @@ class InputBuilder:
                 slots=torch.from_numpy(blocks * self._block_tokens + offsets),
                 query_starts=torch.from_numpy(places.astype(np.int32)),
                 context_lens=torch.from_numpy((positions + 1).astype(np.int32)),
-                block_tables=self._tables.gather_on_host(tables),
+                block_tables=self._tables.gather_on_host(tables.width, tables.rows),
             ),
             logit_tokens=torch.from_numpy(places[:-1]),
         )

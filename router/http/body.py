@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -18,7 +19,6 @@ from router.http.errors import from_validation
 from router.http.fields import Body
 from router.http.large_body import parse_large
 from router.tenants.tenant import TenantId
-from router.tenants.turns import Turns
 
 _Body = TypeVar("_Body", bound=Body)
 LARGE_BYTES = 32 * 1024
@@ -37,7 +37,9 @@ class BodyReader:
     def __init__(self, max_bytes: int, *, timeout_s: float) -> None:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
-        self._large, self._turns = asyncio.Lock(), Turns()
+        self._large = asyncio.Lock()
+        # One of each tenant waits for it. A tenant's turn lasts as long as somebody holds it or waits for it.
+        self._turns: WeakValueDictionary[TenantId, asyncio.Lock] = WeakValueDictionary()
 
     async def read(
         self,
@@ -76,8 +78,14 @@ class BodyReader:
         """
         if len(raw) <= LARGE_BYTES:
             return parse_body(raw, schema)
-        async with self._turns.of(tenant_id), self._large:
+        async with self._turn_of(tenant_id), self._large:
             return await parse_large(raw, schema)
+
+    def _turn_of(self, tenant_id: TenantId) -> asyncio.Lock:
+        turn = self._turns.get(tenant_id)
+        if turn is None:
+            turn = self._turns[tenant_id] = asyncio.Lock()
+        return turn
 
     async def _read_bytes(self, request: Request) -> bytes:
         """The body's bytes; kept in the account where the tenant's audit holds content.

@@ -53,10 +53,8 @@ class FairThreads:
             done.cancel()
             raise
         result = asyncio.wrap_future(done)
-        del (
-            work,
-            done,
-        )  # an error's traceback holds this frame, and what it knows until a late collection
+        # An error's traceback holds this frame: what it knows would be kept until a late collection.
+        del work, done
         try:
             return await result
         finally:
