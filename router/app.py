@@ -148,7 +148,7 @@ def create_app(
         TokenCounting(bodies, catalog, prompts, metrics),
     )
     stored.install(app)
-    operations.install(app, status, settings.version, registry)
+    operations.install(app, status, tenancy.directory, settings.version, registry)
     return app
 
 

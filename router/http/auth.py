@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.clock import Clock
-from baton.errors import AuthenticationError, RateLimitedError
+from baton.errors import AuthenticationError, RateLimitedError, UnavailableError
 from baton.ids import new_request_id
 from router.http.account import RateLimiter, RequestAccount, is_limited, limit_headers
 from router.http.audit import AuditLog, audit_record
@@ -88,7 +88,7 @@ class AuthMiddleware:
     async def _authorise(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
         try:
             caller = self._directory.identify(credential_of(Headers(scope=scope)))
-        except AuthenticationError as error:
+        except (AuthenticationError, UnavailableError) as error:
             await error_response(error, scope["path"])(scope, receive, reply.send)
             self._record(None, scope, reply)
             return

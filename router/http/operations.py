@@ -12,6 +12,7 @@ from baton.telemetry.logs import get_logger
 from baton.telemetry.metrics import render
 from router.http.errors import error_response, error_responses
 from router.ports import RouterStatus, WorkerReport
+from router.tenants.directory import UNREAD, TenantDirectory
 
 _log = get_logger(__name__)
 
@@ -77,33 +78,44 @@ class Probe:
 
     Args:
         path: Where it asks.
-        holds: Whether all is well.
-        fault: What is said when it is not.
+        fault: What is wrong; None while all is well.
     """
 
-    def __init__(self, path: str, holds: Callable[[], bool], fault: str) -> None:
+    def __init__(self, path: str, fault: Callable[[], str | None]) -> None:
         self._path = path
-        self._holds = holds
         self._fault = fault
-        self._held = True
+        self._said: str | None = None
 
     def failure(self) -> Response | None:
         """The answer 503 if all is not well now."""
-        holds = self._holds()
-        if holds != self._held:
-            self._held = holds
-            if holds:
+        fault = self._fault()
+        if fault != self._said:
+            self._said = fault
+            if fault is None:
                 _log.info("a probe succeeds again", path=self._path)
             else:
-                _log.warning("a probe fails", path=self._path, why=self._fault)
-        return None if holds else error_response(UnavailableError(self._fault))
+                _log.warning("a probe fails", path=self._path, why=fault)
+        return None if fault is None else error_response(UnavailableError(fault))
 
 
-def install(app: FastAPI, status: RouterStatus, version: str, registry: CollectorRegistry) -> None:
+def install(
+    app: FastAPI,
+    status: RouterStatus,
+    directory: TenantDirectory,
+    version: str,
+    registry: CollectorRegistry,
+) -> None:
     """Adds the paths that probes, balancers and dashboards ask for."""
 
-    health = Probe("/health", status.healthy, "The links to the workers make no progress.")
-    ready = Probe("/ready", status.ready, "No worker is ready.")
+    def sickness() -> str | None:
+        return None if status.healthy() else "The links to the workers make no progress."
+
+    def unreadiness() -> str | None:
+        if not directory.is_read:
+            return UNREAD
+        return None if status.ready() else "No worker is ready."
+
+    health, ready = Probe("/health", sickness), Probe("/ready", unreadiness)
 
     @app.head("/health", response_model=dict[str, str], include_in_schema=False)
     @app.get("/health", response_model=dict[str, str], responses=error_responses(503))

@@ -6,12 +6,13 @@ request ever sees half of a document.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from baton.errors import AuthenticationError
+from baton.errors import AuthenticationError, UnavailableError
 from router.tenants.document import TenantsDocument, tenant_of
 from router.tenants.keys import KeyRing, hash_key, key_id
 from router.tenants.tenant import ANONYMOUS, Caller, Tenant, TenantId
 from router.tenants.web_tokens import WebTokens, looks_like_token, open_issuers
 
+UNREAD = "The tenants document has not been read yet."
 _MAX_CREDENTIAL = 8192
 
 
@@ -84,7 +85,7 @@ class TenantDirectory:
     Args:
         api_keys: Plain keys, without a document: a request with one belongs to the anonymous tenant.
         anonymous: That tenant; where there are neither keys nor a document, all requests belong to it.
-        described: There is a tenants document. Until it has been read, it lets no request in.
+        described: There is a tenants document. Until it has been read nobody is told that a key is wrong.
     """
 
     def __init__(
@@ -95,12 +96,18 @@ class TenantDirectory:
         described: bool = False,
     ) -> None:
         self._is_open = not api_keys and not described
+        self._is_read = not described
         self._anonymous = Caller(tenant=anonymous)
         hashes = [hash_key(key) for key in api_keys]
         self._simple = [
             (key_hash, Caller(tenant=anonymous, key_id=key_id(key_hash))) for key_hash in hashes
         ]
         self._register = self.register_of(TenantsDocument(), _no_files)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the tenants are known: there is no document, or it has been read."""
+        return self._is_read
 
     @property
     def tenants(self) -> Collection[Tenant]:
@@ -118,6 +125,7 @@ class TenantDirectory:
     def replace(self, register: Register) -> None:
         """From now on `register` holds. Requests under way keep the tenant that they came in with."""
         self._register = register
+        self._is_read = True
 
     def identify(self, credential: str | None) -> Caller:
         """Whose request this is.
@@ -127,12 +135,18 @@ class TenantDirectory:
 
         Raises:
             AuthenticationError: One is needed, and this is none.
+            UnavailableError: It may be one of a document that has not been read yet.
         """
         if self._is_open:
             return self._anonymous
         if not credential:
             raise AuthenticationError("An API key is needed: Authorization: Bearer KEY.")
-        return self._register.identify(credential)
+        try:
+            return self._register.identify(credential)
+        except AuthenticationError:
+            if not self._is_read:
+                raise UnavailableError(UNREAD) from None
+            raise
 
 
 def _no_files(name: str) -> str:

@@ -46,17 +46,25 @@ async def test_all_that_is_configured_is_at_work(tmp_path):
                 await asyncio.sleep(0.01)
 
 
-async def test_without_redis_tenants_that_are_there_are_let_in_by_nobody(tmp_path):
+async def test_until_redis_answers_no_tenant_is_let_in_and_none_is_told_that_its_key_is_wrong(
+    tmp_path,
+):
     config = BatonConfig(
-        tenants=TenantsConfig(source="redis", redis_url=f"unix://{tmp_path / 'no.sock'}")
+        router=RouterConfig(api_keys=("plain",)),
+        tenants=TenantsConfig(source="redis", redis_url=f"unix://{tmp_path / 'no.sock'}"),
     )
     registry = new_registry()
     async with open_tenancy(config, registry, no_refusals()) as tenancy:
         assert isinstance(tenancy.limiter, DegradingLimiter)
         assert registry.get_sample_value("baton_limits_degraded") == 1
-        for credential in (None, "k"):
-            with pytest.raises(AuthenticationError):
-                tenancy.directory.identify(credential)
+        with pytest.raises(AuthenticationError):
+            tenancy.directory.identify(None)
+        async with serve(parts={"directory": tenancy.directory}) as served:
+            ready = await served.http.get("/ready")
+            replies = [await served.chat({"x-api-key": key}) for key in ("k", "plain")]
+    assert [reply.status_code for reply in (ready, *replies)] == [503, 503, 200]
+    assert ready.json()["error"] == replies[0].json()["error"]
+    assert "has not been read yet" in ready.text
 
 
 @pytest.mark.parametrize("kind", KINDS)

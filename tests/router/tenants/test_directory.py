@@ -33,7 +33,6 @@ def test_a_plain_key_is_the_anonymous_tenants():
 def test_where_there_are_keys_nobody_else_comes_in(credential: str | None):
     for made in (
         TenantDirectory(["k"]),
-        TenantDirectory(described=True),
         directory("{}"),
         directory("tenants: [{id: a}]"),
         directory(JWT),
