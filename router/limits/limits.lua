@@ -2,8 +2,10 @@
 --
 -- KEYS[1]  hash: `requests` and `tokens`, the level of each bucket, and `at`, when (ms) it was that
 -- KEYS[2]  sorted set: requests in flight by the end (ms) of their lease; a router that died renews none
+-- KEYS[3]  hash: the tokens that each of those was charged, also where the answer came too late
 -- ARGV     what to do, the grant, an amount, the lease (ms), then the limits, -1 for none: capacity and rate per ms of
---          requests, the same of tokens, requests in flight; after them, for `renew`, the grants
+--          requests, the same of tokens, requests in flight; after them, for `renew`, the grants, and for `leave` the
+--          tokens that its router knows to have been charged: here they go with a lease that was not renewed in time
 --
 -- Time is the server's, so that routers need not agree on theirs. If it is set back nothing is given until it has passed
 -- again, an hour at most; if it is set forward a bucket is full at most.
@@ -22,7 +24,7 @@ local clock = redis.call('TIME')
 local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
 
 local refused = 0
-for index, wanted in ipairs({ 'hash', 'zset' }) do
+for index, wanted in ipairs({ 'hash', 'zset', 'hash' }) do
   local kind = redis.call('TYPE', KEYS[index])
   kind = kind.ok or kind
   if kind ~= 'none' and kind ~= wanted then
@@ -87,11 +89,26 @@ end
 local function hold(name)
   redis.call('ZADD', KEYS[2], now + lease, name)
   redis.call('PEXPIRE', KEYS[2], 2 * lease)
+  redis.call('PEXPIRE', KEYS[3], 2 * lease)
+end
+
+-- Ends the leases between `from` and `to`; how many there were.
+local function drop(from, to)
+  local names = redis.call('ZRANGEBYSCORE', KEYS[2], from, to)
+  for _, name in ipairs(names) do
+    redis.call('HDEL', KEYS[3], name)
+  end
+  redis.call('ZREMRANGEBYSCORE', KEYS[2], from, to)
+  return #names
 end
 
 if refused > 0 then save() end
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
-refused = refused + redis.call('ZREMRANGEBYSCORE', KEYS[2], now + lease + FAR, '+inf')
+drop('-inf', now)
+refused = refused + drop(now + lease + FAR, '+inf')
+
+local function charged()
+  return within(redis.call('HGET', KEYS[3], grant), 0, MOST_DEBT * 1e6, 0)
+end
 
 if what == 'enter' then
   if redis.call('ZSCORE', KEYS[2], grant) then
@@ -110,12 +127,18 @@ end
 
 if what == 'charge' then
   local wait = take('tokens', amount)
+  if wait == 0 and redis.call('ZSCORE', KEYS[2], grant) then
+    redis.call('HSET', KEYS[3], grant, number(charged() + amount))
+    redis.call('PEXPIRE', KEYS[3], 2 * lease)
+  end
   return answer(wait > 0 and 0 or 1, wait > 0 and 'tokens' or '', wait)
 end
 
 if what == 'leave' then
-  if redis.call('ZREM', KEYS[2], grant) == 1 and amount ~= 0 and sizes.tokens.capacity >= 0 then
-    levels.tokens = math.min(levels.tokens + amount, sizes.tokens.capacity)
+  local unused = math.max(charged(), tonumber(ARGV[10])) - amount
+  redis.call('HDEL', KEYS[3], grant)
+  if redis.call('ZREM', KEYS[2], grant) == 1 and unused ~= 0 and sizes.tokens.capacity >= 0 then
+    levels.tokens = math.min(levels.tokens + unused, sizes.tokens.capacity)
     save()
   end
   return answer(1, '', 0)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 _NO_GRANT = GrantId("")
+_PARTS = ("buckets", "in_flight", "charged")
 _MOST_ROUTERS = 1024
 _MOST_DEBT = 1e12
 """Of a bucket, in requests or tokens, and of a wait in seconds: no router's."""
@@ -86,7 +87,7 @@ class RedisLimiter:
 
     async def leave(self, tenant: Tenant, grant: GrantId, used_tokens: int) -> None:
         """See `Limiter`. Without an answer it may be said again."""
-        await self._run("leave", tenant, grant, self._charged.get(grant, 0) - used_tokens)
+        await self._run("leave", tenant, grant, used_tokens, (self._charged.get(grant, 0),))
         self.forget(grant)
 
     def forget(self, grant: GrantId) -> None:
@@ -122,12 +123,12 @@ class RedisLimiter:
         tenant: Tenant,
         grant: GrantId,
         amount: int,
-        grants: Iterable[GrantId] = (),
+        more: Iterable[GrantId | int] = (),
     ) -> tuple[LimitGranted | LimitRefused, int]:
         requests, tokens = _sizes(tenant.limits)
         most = tenant.limits.max_concurrency
         arguments: list[str | float] = [what, grant, amount, self._lease_ms]
-        arguments += [*_numbers(requests), *_numbers(tokens), -1 if most is None else most, *grants]
+        arguments += [*_numbers(requests), *_numbers(tokens), -1 if most is None else most, *more]
         answer = await asked(self._limits(keys=self._keys(tenant.tenant_id), args=arguments))
         try:
             reply = msgspec.convert(answer, _Reply)
@@ -142,8 +143,8 @@ class RedisLimiter:
         return UnavailableError(f"Redis gave no answer that can be right: {error}")
 
     def _keys(self, tenant_id: TenantId) -> list[str]:
-        """Both with the tenant as their hash tag, so that a Redis cluster keeps them in one place."""
-        return [f"{self._prefix}:{{{tenant_id}}}:{part}" for part in ("buckets", "in_flight")]
+        """All with the tenant as their hash tag, so that a Redis cluster keeps them in one place."""
+        return [f"{self._prefix}:{{{tenant_id}}}:{part}" for part in _PARTS]
 
 
 def _decision(

@@ -15,6 +15,7 @@ from baton.errors import UnavailableError
 from baton.redis_link import RefusedValues, open_redis
 from router.limits.ports import LimitGranted, LimitRefused
 from router.limits.shared import RedisLimiter
+from router.tenants.tenant import Tenant
 from tests.redis_servers import KINDS, a_redis, no_refusals
 from tests.router.limits.test_contract import grant, tenant
 
@@ -72,6 +73,8 @@ async def test_the_least_and_the_largest_limits_of_a_document_are_counted(
     again = await router.charge(asks, grant(0), int(burst))
     assert isinstance(again, LimitRefused)
     assert 0 < again.retry_after_s <= 1e9
+    await router.leave(asks, grant(0), 0)
+    assert isinstance(await router.charge(asks, grant(1), int(burst)), LimitGranted)
     assert cluster.refused("limits") == 0
 
 
@@ -128,17 +131,69 @@ async def test_nothing_stays_in_redis_for_ever(cluster: Cluster):
     await cluster.routers[0].charge(asks, grant(0), 100)
     await cluster.routers[0].count_routers("a")
     keys = await cluster.client.keys("*")
-    assert len(keys) == 3
+    assert len(keys) == 4
     for key in keys:
         assert 0 < await cluster.client.pttl(key) < 2 * 3600 * 1000, key
 
 
-async def test_both_keys_of_a_tenant_have_its_name_as_their_hash_tag(cluster: Cluster):
-    await cluster.routers[0].enter(tenant("acme", requests_per_minute=1), grant(0))
+async def test_all_keys_of_a_tenant_have_its_name_as_their_hash_tag(cluster: Cluster):
+    asks = tenant("acme", tokens_per_minute=1, token_burst=100)
+    await cluster.routers[0].enter(asks, grant(0))
+    await cluster.routers[0].charge(asks, grant(0), 1)
     assert set(await cluster.client.keys("*")) == {
         b"test:{acme}:buckets",
         b"test:{acme}:in_flight",
+        b"test:{acme}:charged",
     }
+
+
+async def remaining(cluster: Cluster, asks: Tenant) -> float:
+    """Tokens that the tenant has left; those of a minute are fewer than one."""
+    level = (await cluster.routers[0].usage(asks)).levels.tokens
+    assert level is not None
+    return level.remaining
+
+
+async def test_what_was_charged_is_settled_by_who_did_not_hear_of_it(cluster: Cluster):
+    asks, (hears, does_not) = tenant(tokens_per_minute=1, token_burst=1000), cluster.routers
+    await hears.enter(asks, grant(0))
+    for tokens in (300, 200):
+        await hears.charge(asks, grant(0), tokens)
+    await does_not.leave(asks, grant(0), 40)
+    assert 960 <= await remaining(cluster, asks) < 961
+    await does_not.leave(asks, grant(0), 40)
+    assert await remaining(cluster, asks) < 961, "once"
+
+
+async def test_a_lease_that_ended_while_redis_was_away_does_not_charge_twice(cluster: Cluster):
+    asks, (router, _) = tenant(tokens_per_minute=1, token_burst=1000), cluster.routers
+    await router.enter(asks, grant(0))
+    await router.charge(asks, grant(0), 500)
+    await cluster.advance(LEASE_S + 1)
+    await router.renew(asks, [grant(0)])
+    await router.leave(asks, grant(0), 40)
+    assert 960 <= await remaining(cluster, asks) < 961
+
+
+async def test_what_a_router_that_died_was_charged_goes_with_its_lease(cluster: Cluster):
+    asks, (dead, alive) = tenant(tokens_per_minute=1, token_burst=1000), cluster.routers
+    await dead.enter(asks, grant(0))
+    await dead.charge(asks, grant(0), 500)
+    await cluster.advance(LEASE_S + 1)
+    await alive.enter(asks, grant(1))
+    await alive.charge(asks, grant(1), 100)
+    assert await cluster.client.hkeys("test:{acme}:charged") == [grant(1).encode()]
+
+
+@pytest.mark.parametrize("false", [b"nan", b"-5", b"1e300", b"x"])
+async def test_a_false_charge_is_none_and_counted(cluster: Cluster, false: bytes):
+    asks, (router, _) = tenant(tokens_per_minute=1, token_burst=1000), cluster.routers
+    await router.enter(asks, grant(0))
+    await router.charge(asks, grant(0), 500)
+    await cluster.client.hset("test:{acme}:charged", grant(0), false)
+    await router.leave(asks, grant(0), 40)
+    assert 960 <= await remaining(cluster, asks) < 961
+    assert cluster.refused("limits") == 1
 
 
 async def test_a_clock_that_is_set_back_gives_nothing_and_breaks_nothing(cluster: Cluster):
@@ -230,7 +285,10 @@ async def test_an_empty_bucket_of_the_far_future_fills_again(cluster: Cluster):
             await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("key", ["test:{acme}:buckets", "test:{acme}:in_flight", "test:routers"])
+@pytest.mark.parametrize(
+    "key",
+    ["test:{acme}:buckets", "test:{acme}:in_flight", "test:{acme}:charged", "test:routers"],
+)
 async def test_a_key_of_another_type_is_replaced(cluster: Cluster, key: str):
     asks = tenant(requests_per_minute=60, max_concurrency=1)
     await cluster.client.set(key, "a text")
