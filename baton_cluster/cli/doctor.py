@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from baton import native
+from baton.cgroups import memory_limit_bytes
 from baton.config.setting import Setting
 from baton.config.sizes import format_size
 from baton.cpu_features import cpu_flags
@@ -33,7 +35,7 @@ from baton.errors import ConfigError, UnavailableError
 from baton_cluster.cli import status
 from baton_cluster.cli.router_control import configured_dir, of_environment
 from baton_cluster.launch import listener
-from baton_cluster.launch.machine import huge_pages, memory_limit_bytes, usable_cores
+from baton_cluster.launch.machine import huge_pages, usable_cores
 from baton_cluster.launch.runtime_dir import (
     ROUTER_SOCKET,
     RuntimeDir,
@@ -96,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
             Setting(path="router.port", value=arguments.port, source="--port", is_text=True)
         )
     router = of_environment("router.host", "router.port", flags=flags).router
-    findings = [check() for check in all_checks(router.host, router.port)]
+    findings = [_found_by(check) for check in all_checks(router.host, router.port)]
     stopped = any(finding.verdict is Verdict.FAIL for finding in findings)
     if arguments.json:
         report = {"ok": not stopped, "findings": findings}
@@ -104,6 +106,15 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(findings, stopped=stopped)
     return 1 if stopped else 0
+
+
+def _found_by(check: Callable[[], Finding]) -> Finding:
+    """What stops a check itself, as a host without any temporary directory does, is a finding like another."""
+    try:
+        return check()
+    except OSError as error:
+        name = getattr(check, "func", check).__name__.removeprefix("check_").replace("_", " ")
+        return _fail(name, f"cannot be looked at: {error}", "")
 
 
 def _show(findings: list[Finding], *, stopped: bool) -> None:
@@ -399,7 +410,7 @@ def all_checks(host: str, port: int) -> list[Callable[[], Finding]]:
         check_huge_pages,
         check_open_files,
         check_loopback,
-        lambda: check_port(host, port),
+        partial(check_port, host, port),
         check_runtime_dir,
         check_drained_workers,
     ]

@@ -187,7 +187,7 @@ FLAGS: tuple[Flag, ...] = (
     _flag(
         "--pool",
         path="pool.enabled",
-        help="whether this host's workers share their KV through a pool (default true)",
+        help="whether this host's workers share their KV through a pool (default false)",
         metavar="true|false",
     ),
     _flag(

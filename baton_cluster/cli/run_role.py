@@ -54,7 +54,9 @@ _LISTEN = "127.0.0.1:7001"  # other interfaces must be named
 _MOST_BYTES = 256
 """Of a name, and of an address: what routers read in Redis is bounded."""
 
-_HOST_PORT = re.compile(r"[^\s:/][^\s/]*:[0-9]{1,5}")
+_HOST_PORT = re.compile(
+    r"(?:\[[^\s/\[\]]+\]|[^\s:/\[\]]+):[0-9]{1,5}"
+)  # an address of IPv6 in brackets
 
 _log = logs.get_logger(__name__)
 

@@ -1,6 +1,7 @@
 """Binds the HTTP port before anything else starts, and keeps it while the router restarts."""
 
 import errno
+import ipaddress
 import socket
 
 from baton.errors import ConfigError
@@ -35,10 +36,12 @@ def url_of(sock: socket.socket) -> str:
 
 
 def _resolve(host: str, port: int) -> tuple[int, tuple[str, int] | tuple[str, int, int, int]]:
+    flags = socket.AI_PASSIVE
+    if not _is_address(host):
+        # A name leads to addresses of the kinds that interfaces have; loopback counts for none of them.
+        flags |= socket.AI_ADDRCONFIG
     try:
-        found = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG
-        )
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     except (
         OSError,
         ValueError,
@@ -47,6 +50,14 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[str, int] | tuple[str, in
         raise ConfigError(f"cannot resolve host {host!r}: {why}", param="--host") from error
     family, _, _, _, address = found[0]
     return family, address  # type: ignore[return-value]  # typeshed also lists families we never ask for
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _reason(error: OSError, host: str, port: int) -> str:

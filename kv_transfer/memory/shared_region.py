@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from baton import cgroups
 from baton.errors import OutOfMemoryError, TransferError, UnreachableError
 from kv_transfer.memory.attach import AttachToken, attach
 from kv_transfer.memory.region_server import RegionServer
@@ -168,12 +169,13 @@ def _cgroup_bytes_left() -> int:
     model's weights were, count as used there, but give way: what is left is taken as kubelet takes it.
     """
     left = _CGROUP_UNLIMITED
-    for folder in _cgroup_folders():
+    for folder in cgroups.folders("memory"):
         for limit_name, used_name in (
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            limit, used = _number(folder / limit_name), _number(folder / used_name)
+            limit = cgroups.number(folder / limit_name)
+            used = cgroups.number(folder / used_name)
             if limit is not None and used is not None:
                 needed = max(used - _inactive_file_bytes(folder), 0)
                 left = min(left, max(limit - needed, 0))
@@ -182,37 +184,9 @@ def _cgroup_bytes_left() -> int:
 
 def _inactive_file_bytes(folder: Path) -> int:
     """Of a cgroup and those below it."""
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
+    lines = cgroups.read(folder / "memory.stat").splitlines()
     stat = dict(line.split(maxsplit=1) for line in lines)
     return int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)  # v1, v2
-
-
-def _cgroup_folders() -> list[Path]:
-    """This process's memory cgroup folders, innermost first; empty where there are none."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    folders: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root = Path("/sys/fs/cgroup") / controllers
-        folder = root / path.lstrip("/")
-        folders += [folder, *(p for p in folder.parents if p.is_relative_to(root))]
-    return folders
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def _out_of_memory(asked: int, available: int, setting: str) -> OutOfMemoryError:

@@ -1,6 +1,7 @@
 """The chart renders the objects that kustomize does, and takes no values but its own."""
 
 import importlib
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 from tests.deploy.manifests import OVERLAYS, ROOT, WORKLOADS, Object, need_module, rendered
 
 CHART = ROOT / "deploy" / "helm" / "baton"
+_JOB = re.compile(r"fetch-model-[0-9a-f]{8}")
 
 
 def helm() -> Any:
@@ -30,7 +32,7 @@ def by_chart(given: Any) -> list[Object]:
 
 def comparable(objects: list[Object]) -> dict[tuple[str, str, str], Object]:
     """By kind and name, without how each tool has pods replaced when a ConfigMap changes: by its name,
-    or by an annotation.
+    or by an annotation; and without what the chart adds to a Job's name.
     """
     hashed = {
         one["metadata"]["name"]: one["metadata"]["name"].rpartition("-")[0]
@@ -50,6 +52,8 @@ def comparable(objects: list[Object]) -> dict[tuple[str, str, str], Object]:
         if copy["kind"] == "ConfigMap" and "cluster.yaml" in copy["data"]:
             copy["data"]["cluster.yaml"] = yaml.safe_load(copy["data"]["cluster.yaml"])
         of = copy["metadata"]
+        if copy["kind"] == "Job":
+            of["name"] = _JOB.sub("fetch-model", of["name"])
         made[copy["kind"], of.get("namespace", ""), of["name"]] = copy
     assert len(made) == len(objects)
     return made
@@ -62,6 +66,25 @@ def test_the_chart_renders_what_kustomize_does(overlay):
     assert chart.keys() == overlays.keys()
     for key, one in overlays.items():
         assert chart[key] == one, key
+
+
+def test_a_job_of_another_image_or_model_is_another_job():
+    """A Job's template cannot be changed: `helm upgrade` and `helm rollback` would fail while it is there."""
+
+    def jobs(**changed: Any) -> set[tuple[str, str]]:
+        made = by_chart(values("prod-ib") | changed)
+        return {
+            (one["metadata"]["namespace"], one["metadata"]["name"])
+            for one in made
+            if one["kind"] == "Job"
+        }
+
+    image = {"baton": {"digest": "sha256:" + "1" * 64}}
+    revision = values("prod-ib")["modelCache"] | {"revision": "1" * 40}
+    every = [jobs(), jobs(images=image), jobs(modelCache=revision)]
+    assert [len(one) for one in every] == [2, 2, 2]
+    assert len(set.union(*every)) == 6
+    assert jobs() == jobs(keda={"enabled": True, "maxReplicas": 99})
 
 
 def test_there_are_values_for_every_overlay_and_no_other():

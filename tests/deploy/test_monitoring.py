@@ -62,6 +62,18 @@ def test_scalers_and_the_gateways_picker_read_metrics_that_are_told():
     assert all(f'"{name}"' in router for name in _METRIC.findall(route))
 
 
+def test_workers_that_suffice_are_not_taken_away_for_it():
+    """What waits is nothing while there are enough; and KEDA's own cooldown does not count above the least number."""
+    for one in rendered("prod-ib").of_kind("ScaledObject"):
+        spec = one["spec"]
+        calm = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
+        assert calm["stabilizationWindowSeconds"] >= 600
+        assert [policy["value"] for policy in calm["policies"]] == [1]
+        assert "cooldownPeriod" not in spec
+        queries = [trigger["metadata"]["query"] for trigger in spec["triggers"]]
+        assert any("baton_queue_length" not in query for query in queries), one["metadata"]["name"]
+
+
 def test_what_is_counted_once_is_not_waited_for_as_long_as_it_is_looked_for():
     """`increase` over a span forgets a single event when the span is over: a `for` as long never comes to its end."""
     minutes = re.compile(r"(\d+)m")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from baton import cgroups
 from baton.errors import OutOfMemoryError, TransferError
 from kv_transfer.memory import shared_region
 from kv_transfer.memory.shared_region import SharedRegion, available_bytes, shared_huge_pages
@@ -123,5 +124,5 @@ def test_files_that_a_cgroup_has_read_leave_their_memory_to_a_region(
     """A model's weights, say, read in a container."""
     for name, text in files.items():
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(shared_region, "_cgroup_folders", lambda: [tmp_path])
+    monkeypatch.setattr(cgroups, "folders", lambda _: [tmp_path])
     assert available_bytes() == left

@@ -2,6 +2,7 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -111,6 +112,18 @@ def test_a_runtime_directory_that_cannot_be_made_would_stop_a_cluster(monkeypatc
 
     monkeypatch.setattr(RuntimeDir, "claim", refuse)
     assert doctor.check_runtime_dir().verdict is doctor.Verdict.FAIL
+
+
+def test_without_any_temporary_directory_it_says_so_beside_all_else(capsys, monkeypatch, free_port):
+    def refuse() -> str:
+        raise FileNotFoundError("No usable temporary directory")
+
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    status, found = findings(capsys, free_port)
+    assert status == 1
+    assert "set TMPDIR" in found["runtime directory"]["advice"]
+    assert "No usable temporary directory" in found["port"]["found"]
+    assert found["cores"]["verdict"] != "fail"
 
 
 @pytest.mark.parametrize("is_configured", [False, True])

@@ -93,6 +93,8 @@ def test_an_address_that_no_other_host_could_use_is_asked_for(listen):
         ("listen", "10.0.0.1"),
         ("listen", "10.0.0.1:99999"),
         ("listen", "1:²"),
+        ("listen", "fd00::5:7001"),
+        ("listen", "[]:7001"),
         ("metrics", "1:²"),
         ("metrics", "127.0.0.1:99999"),
         ("metrics", "10.0.0.1"),

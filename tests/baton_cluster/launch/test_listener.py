@@ -1,4 +1,5 @@
 import re
+import socket
 
 import pytest
 
@@ -14,6 +15,22 @@ def test_port_zero_takes_a_free_port_and_the_url_names_it():
 def test_the_url_of_every_interface_is_that_of_loopback():
     with bind("0.0.0.0", 0) as sock:
         assert url_of(sock).startswith("http://127.0.0.1:")
+
+
+def test_an_address_is_one_also_where_no_interface_has_any_of_its_kind(monkeypatch):
+    """Loopback alone is none to the resolver, and a host with nothing but IPv6 has no IPv4 to it."""
+    resolve = socket.getaddrinfo
+
+    def without_interfaces(host, port, *, type, flags):
+        if flags & socket.AI_ADDRCONFIG:
+            raise socket.gaierror(socket.EAI_FAMILY, "Address family for hostname not supported")
+        return resolve(host, port, type=type, flags=flags)
+
+    monkeypatch.setattr(socket, "getaddrinfo", without_interfaces)
+    for host in ("127.0.0.1", "0.0.0.0"):
+        bind(host, 0).close()
+    with pytest.raises(ConfigError, match="cannot resolve host 'localhost'"):
+        bind("localhost", 0)
 
 
 def test_a_taken_port_is_told_with_what_to_do():

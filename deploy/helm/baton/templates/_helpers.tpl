@@ -20,3 +20,8 @@
 {{- define "baton.capabilities" -}}
 {{- if .Values.rdma.enabled }}{drop: [ALL], add: [IPC_LOCK]}{{ else }}{drop: [ALL]}{{ end }}
 {{- end }}
+
+{{- /* A Job cannot be changed: one of another image or model is another one. */ -}}
+{{- define "baton.fetchModel" -}}
+fetch-model-{{ printf "%s %s %s" (include "baton.image" .Values.images.baton) .Values.modelCache.model .Values.modelCache.revision | sha256sum | trunc 8 }}
+{{- end }}
