@@ -21,6 +21,7 @@ from baton_engine.sampling.allowed import (
     leaves_nothing,
 )
 from baton_engine.sampling.masks import Masks, collect_masks, mask_scores
+from baton_engine.sampling.token_counts import CountedTexts
 from baton_engine.scheduling.plan import Row
 from baton_engine.staging import StagedArray, StagedBatch
 
@@ -35,12 +36,13 @@ class _Entries:
 
     def add(self, row: int, tokens: Iterable[int], amounts: Iterable[float] | float) -> None:
         """Adds entries of one row; ids outside the vocabulary are dropped."""
-        ids = np.fromiter(tokens, np.int64)
-        values = (
-            np.full(len(ids), amounts, np.float32)
-            if isinstance(amounts, int | float)
-            else np.fromiter(amounts, np.float32)
-        )
+        ids = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, np.int64)
+        if isinstance(amounts, int | float):
+            values = np.full(len(ids), amounts, np.float32)
+        else:
+            values = (
+                np.fromiter(amounts, np.float32) if not isinstance(amounts, np.ndarray) else amounts
+            )
         known = (ids >= 0) & (ids < self._vocab_size)
         self._indices.append(ids[known] + row * self._vocab_size)
         self._amounts.append(values[known])
@@ -56,8 +58,7 @@ class _Entries:
 class ScoreChanges:
     """What a step's rows ask for: flat places in the scores, and by how much. None for nothing.
 
-    No two entries of one kind are for the same place, but for `repeated`, where they are alike: so the order in which a
-    GPU comes to them does not matter.
+    No two entries of one kind are for the same place: so the order in which a GPU comes to them does not matter.
     """
 
     masks: Masks | None
@@ -93,7 +94,11 @@ def _changes_scores(params: SamplingParams) -> bool:
 
 
 def collect_changes(
-    rows: Sequence[Row], vocab_size: int, eos_token_ids: tuple[int, ...], staged: StagedBatch
+    rows: Sequence[Row],
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+    texts: CountedTexts,
+    staged: StagedBatch,
 ) -> ScoreChanges:
     """Gathers what the rows ask for.
 
@@ -101,6 +106,7 @@ def collect_changes(
         rows: One per row of the scores.
         vocab_size: Of the scores.
         eos_token_ids: The model's own ends.
+        texts: Counts what penalties are for.
         staged: Takes the entries to the device.
     """
     kinds = repeated, penalised, biased, banned = tuple(_Entries(vocab_size) for _ in range(4))
@@ -109,16 +115,16 @@ def collect_changes(
         params, seq = row.seq.params, row.seq
         if not _changes_scores(params):
             continue
-        text, length = row.text, row.start + row.num_tokens
+        length = row.start + row.num_tokens
         if params.repetition_penalty != 1.0:
-            # A token that stands there twice is read twice before it is written, both times the same.
-            repeated.add(i, text[:length], params.repetition_penalty)
+            tokens_there, _ = texts.counted(row, 0)
+            repeated.add(i, tokens_there, params.repetition_penalty)
         if (params.presence_penalty or params.frequency_penalty) and length > seq.prompt_len:
-            ids, counts = np.unique(text[seq.prompt_len : length], return_counts=True)
-            penalised.add(i, ids, -params.presence_penalty - params.frequency_penalty * counts)
+            drawn, counts = texts.counted(row, seq.prompt_len)
+            penalised.add(i, drawn, -params.presence_penalty - params.frequency_penalty * counts)
         if params.logit_bias:
             biased.add(i, params.logit_bias.keys(), params.logit_bias.values())
-        tokens = completing_tokens(params.bad_words, text, seq.prompt_len, length)
+        tokens = completing_tokens(params.bad_words, row.text, seq.prompt_len, length)
         if length - seq.prompt_len < params.min_tokens:
             tokens |= {*eos_token_ids, *params.stop_token_ids}
         if row.constraint is not None:

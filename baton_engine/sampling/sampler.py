@@ -22,6 +22,7 @@ from baton_engine.sampling.draws import (
 )
 from baton_engine.sampling.logprobs import logprob_table, read_logprobs
 from baton_engine.sampling.masks import late_masks
+from baton_engine.sampling.token_counts import CountedTexts
 from baton_engine.scheduling.plan import NO_TOKEN, Row
 from baton_engine.staging import DeviceStaging, StagedArray, StagedBatch
 
@@ -71,6 +72,7 @@ class Sampler:
         self._eos_token_ids = eos_token_ids
         self._device = device
         self._staging = DeviceStaging(device)
+        self._texts = CountedTexts()
         self._draw = draw
 
     def sample(
@@ -88,7 +90,8 @@ class Sampler:
             return self._copy_back(greedy_tokens(logits) if greedy is None else greedy)
         late = late_masks(rows, lambda: is_through(self._device))
         staged = StagedBatch()
-        asked = _collect(rows, logits.shape[1], self._eos_token_ids, staged)
+        changes = collect_changes(rows, logits.shape[1], self._eos_token_ids, self._texts, staged)
+        asked = _collect(rows, changes, staged)
         self._staging.send(staged)
         scores = logits
         if asked.changes:
@@ -154,14 +157,12 @@ class _Asked:
     logprobs: _Figures | None
 
 
-def _collect(
-    rows: Sequence[Row], vocab_size: int, eos_token_ids: tuple[int, ...], staged: StagedBatch
-) -> _Asked:
+def _collect(rows: Sequence[Row], changes: ScoreChanges, staged: StagedBatch) -> _Asked:
     row_of = [i for i, row in enumerate(rows) for _ in row.samples]
     random = [i for i, row in enumerate(rows) if row.seq.params.temperature >= _GREEDY_BELOW]
     first_draws = np.cumsum([0, *(len(row.samples) for row in rows)]).tolist()
     return _Asked(
-        changes=collect_changes(rows, vocab_size, eos_token_ids, staged),
+        changes=changes,
         row_of=staged.add(np.array(row_of, np.int64)),
         random=collect_random(rows, random, first_draws, staged) if random else None,
         logprobs=_collect_figures(rows, row_of, staged),

@@ -126,7 +126,7 @@ class Request:
         return FinishReason.LENGTH if length >= self.final_len else None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One sample's text with its pages and state. Owned and changed by the scheduler; runner and sampler only read it.
 

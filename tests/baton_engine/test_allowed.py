@@ -10,6 +10,7 @@ from baton.tokens import PackedTokens
 from baton_engine.sampling.adjust import adjust, collect_changes
 from baton_engine.sampling.allowed import completing_tokens
 from baton_engine.sampling.sampler import Sampler
+from baton_engine.sampling.token_counts import CountedTexts
 from baton_engine.scheduling.plan import Row
 from baton_engine.staging import DeviceStaging, StagedBatch
 from tests.baton_engine.sequences import sequence
@@ -33,7 +34,7 @@ def row(asked: SamplingParams, *, prompt=(5,), output=()) -> Row:
 def left(*rows: Row) -> list[set[int]]:
     """The tokens of each row that can still be drawn."""
     staged = StagedBatch()
-    changes = collect_changes(rows, VOCAB, (EOS,), staged)
+    changes = collect_changes(rows, VOCAB, (EOS,), CountedTexts(), staged)
     DeviceStaging(torch.device("cpu")).send(staged)
     scores = torch.zeros(len(rows), VOCAB)
     adjust(scores, changes)
@@ -56,7 +57,7 @@ def test_scores_of_what_is_allowed_stay_and_are_not_those_of_another_row():
     logits = torch.arange(2 * VOCAB, dtype=torch.float32).view(2, VOCAB)
     rows = [row(params(allowed=[3, 7])), row(params(allowed=[1], logit_bias={1: 2.0}))]
     staged = StagedBatch()
-    changes = collect_changes(rows, VOCAB, (EOS,), staged)
+    changes = collect_changes(rows, VOCAB, (EOS,), CountedTexts(), staged)
     DeviceStaging(torch.device("cpu")).send(staged)
     scores = logits.clone()
     adjust(scores, changes)

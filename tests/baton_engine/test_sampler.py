@@ -10,6 +10,7 @@ from baton_engine.sampling.adjust import adjust, collect_changes
 from baton_engine.sampling.draws import uniforms
 from baton_engine.sampling.filters import collect_filters, drop_unlikely
 from baton_engine.sampling.sampler import Sampler
+from baton_engine.sampling.token_counts import CountedTexts
 from baton_engine.scheduling.plan import NO_TOKEN, Row
 from baton_engine.staging import DeviceStaging, StagedBatch
 from tests.baton_engine.sequences import sequence
@@ -208,7 +209,9 @@ def test_nothing_is_changed_once_enough_tokens_are_there():
     params = greedy(min_tokens=2)
     for output, is_changed in (((5, 5), False), ((5,), True)):
         staged = StagedBatch()
-        changes = collect_changes([row(params, output=output)], VOCAB, (EOS,), staged)
+        changes = collect_changes(
+            [row(params, output=output)], VOCAB, (EOS,), CountedTexts(), staged
+        )
         DeviceStaging(torch.device("cpu")).send(staged)
         scores = logits_of(t0=9.0)
         if changes:
