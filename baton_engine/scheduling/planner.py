@@ -11,6 +11,7 @@ from baton.ids import LegKind
 from baton.pages import PageFetch
 from baton_engine.messages import PrefillStarted, Reserved, SeqEvent
 from baton_engine.ports import PageExport
+from baton_engine.scheduling.in_flight import InFlightStep
 from baton_engine.scheduling.kv_cache_manager import Copy, KvCacheManager
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import (
@@ -174,6 +175,15 @@ class StepPlanner:
                 speculator.planned(sequence, count)
                 rows += draft_rows(sequence, chosen[:count])
         return rows
+
+    def needs_outcome(self, current: InFlightStep) -> bool:
+        """Whether the step behind `current` should not be planned ahead for the sake of drafts. Changes nothing."""
+        if self._speculator is None:
+            return False
+        running = self._queues.running
+        has_room = self._room_for_drafts(self._speculator, len(running)) > 0
+        could_draft = has_room and not self._are_prompts_bound(running)
+        return self._speculator.needs_outcome(current, could_draft=could_draft)
 
     def _room_for_drafts(self, speculator: Speculator, num_running: int) -> int:
         room = self._limits.max_num_batched_tokens - self._limits.block_tokens

@@ -337,7 +337,7 @@ class Scheduler:
         None where it is needed first.
         """
         current = self._in_flight.only
-        if self._speculator is not None and self._speculator.needs_outcome(current):
+        if self._planner.needs_outcome(current):
             return None
         if any(map(self._cache.awaits_drafter, current.sequences)):
             return None

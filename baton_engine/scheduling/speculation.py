@@ -268,12 +268,14 @@ class Speculator:
         could = [sequence for sequence in running if self._most(sequence) > 0]
         return max(could, key=_grown_untried, default=None)
 
-    def needs_outcome(self, current: InFlightStep) -> bool:
-        """Whether the step behind `current` should not be planned ahead: it has drafts, or the next one should. Looks
-        nothing up and changes nothing.
+    def needs_outcome(self, current: InFlightStep, *, could_draft: bool) -> bool:
+        """Whether the step behind `current` should not be planned ahead: it has drafts, or the next one, where it could
+        have any, should. Looks nothing up and changes nothing.
         """
         if any(row.draft for row in current.plan.rows):
             return True
+        if not could_draft:
+            return False
         running = [s for s in current.sequences if s.state is State.RUNNING and self._most(s) > 1]
         if self._counts(running):
             return True

@@ -367,6 +367,8 @@ class SharedOutputs:
 
     def end(self, output: Output) -> None:
         """Nothing follows; what is unread of it is read with `read_ended`."""
+        while self._unread and not self._unread[0].is_kept:  # nobody may read for long
+            self._unread.popleft()
         if output.is_kept:
             self._unread.append(output)
 
@@ -404,10 +406,12 @@ class SharedOutputs:
             output.is_kept = False
             output.tree.remove(output.text)
             self.num_tokens -= len(output.text.tokens)
-            if output.tree.num_texts:
-                self._leaving.append(output)
-            else:
+            if not output.tree.num_texts:
                 del self._trees[scope]
+            elif output.text.end > output.text.first:
+                self._leaving.append(output)
+            else:  # nothing of it was read, so nothing has to be forgotten
+                output.text.tokens = []
 
     def _forget(self, most: int) -> None:
         while self._leaving and most > 0:

@@ -486,15 +486,45 @@ def test_asking_whether_a_step_can_be_planned_ahead_changes_nothing():
     sequence = bench.sequence((7,) * 40)
     row = Row(seq=sequence, start=39, num_tokens=1, samples=(0,))
     current = InFlightStep(plan=StepPlan(step=1, rows=(row,)), sequences=[sequence])
-    assert bench.speculator.needs_outcome(current)
+    assert bench.speculator.needs_outcome(current, could_draft=True)
     assert sequence.drafts is None
     doubtful(sequence, tried_at=39)
     slow = Bench(row_s=1.0)
     before = known(sequence)
-    assert not slow.speculator.needs_outcome(current)
+    assert not slow.speculator.needs_outcome(current, could_draft=True)
     assert known(sequence) == before
     sequence.tokens += [7] * 31
-    assert slow.speculator.needs_outcome(current), "it is to be tried again"
+    assert slow.speculator.needs_outcome(current, could_draft=True), "it is to be tried again"
+
+
+@pytest.mark.parametrize("num_running", [3, 4])
+def test_steps_go_on_ahead_where_no_draft_could_be_computed(num_running):
+    """Four rows are the most of a step with drafts."""
+    world = World(some(max_num_seqs=4), speculation=NGRAMS, most_rows=4)
+    for number in range(num_running):
+        asked = prompt((1, 2, 3, number % 4), max_tokens=50)
+        world.tell(Generate(seq_id=SeqId(str(number)), prompt=asked))
+    world.step()
+    plan, _ = world.scheduler.schedule(0.0)
+    assert plan is not None
+    ahead = world.scheduler.plan_ahead()
+    assert (ahead is not None) == (num_running == 4 and not any(row.draft for row in plan.rows))
+
+
+def test_while_prompts_have_all_of_a_steps_time_no_draft_is_waited_for():
+    """A prompt has a slot and no pages, so nothing is computed of it, and no draft is made."""
+    world = World(
+        some(max_num_seqs=8, num_blocks=4, block_tokens=4),
+        speculation=NGRAMS,
+        policy=SchedulingPolicy(tbt_s=1.0),
+    )
+    world.tell(Generate(seq_id=SeqId("runs"), prompt=prompt((1, 2, 3), max_tokens=8)))
+    world.step()
+    world.tell(Generate(seq_id=SeqId("waits"), prompt=prompt((1,) * 13, max_tokens=2)))
+    plan, _ = world.scheduler.schedule(0.0)
+    assert plan is not None
+    assert len(plan.rows) == 1
+    assert world.scheduler.plan_ahead() is not None
 
 
 def test_steps_go_on_ahead_for_some_tokens_where_no_draft_was_found():
@@ -506,7 +536,7 @@ def test_steps_go_on_ahead_for_some_tokens_where_no_draft_was_found():
     current = InFlightStep(plan=StepPlan(step=1, rows=(row,)), sequences=[sequence])
     asked = []
     for token in range(6):
-        asked.append(bench.speculator.needs_outcome(current))
+        asked.append(bench.speculator.needs_outcome(current, could_draft=True))
         sequence.tokens.append(200 + token)
     assert asked == [False] * 4 + [True] * 2
 

@@ -316,6 +316,17 @@ def test_what_is_evicted_is_not_found_from_then_on_and_forgotten_bit_by_bit():
             assert found == ([then + 9, then + 10] if age < 2 and then >= 0 else [])
 
 
+def test_outputs_that_nobody_reads_for_long_keep_to_the_bounds_too():
+    """As where all steps have prompts in them that are bound by time, and none is left for drafts."""
+    kept = outputs(max_requests=2)
+    for number in range(100):
+        output = kept.begin("a")
+        kept.extend(output, [number] * 50, 0)
+        kept.end(output)
+    assert len(kept._unread) + len(kept._leaving) <= 3
+    assert kept.read_ended(1000) == 2 * 49
+
+
 def test_a_scope_without_outputs_takes_no_room():
     kept = outputs(max_requests=2)
     for number in range(50):
