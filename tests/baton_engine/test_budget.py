@@ -1,11 +1,14 @@
 """How many pages a worker takes."""
 
+from pathlib import Path
+
 import pytest
 
 from baton.config.schema import EngineConfig
 from baton.errors import ConfigError
 from baton.ids import LayerName
 from baton.layout import KvLayout
+from baton_engine.build import BuiltEngine
 from baton_engine.cache.budget import (
     DEFAULT_CPU_BYTES,
     ArenaDemand,
@@ -13,6 +16,8 @@ from baton_engine.cache.budget import (
     affordable_on_gpu,
     num_blocks,
 )
+from tests.baton_engine.built import built_engine
+from tests.baton_engine.tiny_models import make_model
 
 LAYOUT = KvLayout(
     model_fingerprint="m",
@@ -33,6 +38,25 @@ def _demand(*, max_model_len: int = 1600, affordable_bytes: int = 1 << 40) -> Ar
 def test_asked_bytes_are_filled_with_whole_pages() -> None:
     config = EngineConfig(kv_cache_memory_bytes=10 * LAYOUT.page_bytes + 1)
     assert num_blocks(config, _demand()) == 10
+
+
+@pytest.mark.parametrize(("pages", "longest"), [(4, 65), (15, 241), (16, 256), (100, 256)])
+def test_a_worker_takes_no_longer_texts_than_its_pages_hold(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, pages: int, longest: int
+) -> None:
+    """So routers do not promise a client more, who would be refused where its request is placed."""
+    model = make_model(tmp_path, "qwen3", num_layers=1)
+    page_bytes = built(model, 1 << 20).layout.page_bytes
+    caplog.clear()
+    limits = built(model, pages * page_bytes).limits
+    assert (limits.num_blocks, limits.max_model_len) == (pages, longest)
+    assert (f"holds texts of {longest} tokens" in caplog.text) == (longest < 256)
+
+
+def built(model: Path, kv_bytes: int) -> BuiltEngine:
+    engine = built_engine(model, EngineConfig(kv_cache_memory_bytes=kv_bytes), max_model_len=256)
+    engine.host.close()
+    return engine
 
 
 def test_bytes_for_less_than_a_page_are_refused_by_name() -> None:
