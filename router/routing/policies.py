@@ -27,7 +27,7 @@ from router.routing.policy import (
 )
 from router.routing.predictive import LocalPrefill, Predictive
 from router.routing.pricing import fastest_pricing
-from router.routing.view import WorkerView
+from router.routing.view import WorkerView, may_hand_off
 
 _SEQUENCE_TOKENS = 64
 """What one more running sequence costs beside its context: about a page's worth of reading per step."""
@@ -135,11 +135,15 @@ class AdditivePolicy:
     ) -> Iterator[_Option]:
         for group in {worker.layout_group for worker in workers}:
             members = [worker for worker in workers if worker.layout_group == group]
-            prefillers = [worker for worker in members if worker.can_prefill]
             here = [worker for worker in decoders if worker.layout_group == group]
             takers = [worker for worker in here if worker.takes_kv]
+            prefillers = [
+                worker
+                for worker in members
+                if worker.can_prefill and any(may_hand_off(worker, taker) for taker in takers)
+            ]
             both = [worker for worker in here if worker.can_prefill]
-            if prefillers and takers:
+            if prefillers:
                 yield self._handed_off(prefillers, takers, demand, rng)
             if both:
                 kind = RouteKind.HYBRID if both[0].can_decode else RouteKind.NO_DECODER
@@ -154,8 +158,9 @@ class AdditivePolicy:
     ) -> _Option:
         prices = self.prices
         p_rank, p = _cheapest(prefillers, lambda w: prices.prefill_cost(w, demand), rng)
+        may_take = [worker for worker in takers if may_hand_off(p, worker)]
         d_rank, d = _cheapest(
-            takers, lambda w: prices.decode_cost(w, demand) + prices.hand_off_cost(w, demand), rng
+            may_take, lambda w: prices.decode_cost(w, demand) + prices.hand_off_cost(w, demand), rng
         )
         rank = (p_rank[0] + d_rank[0], p_rank[1] + d_rank[1], d_rank[2])
         kind = RouteKind.HYBRID if p is d else RouteKind.PAIR

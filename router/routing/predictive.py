@@ -38,7 +38,7 @@ from router.routing.policy import (
     RouteKind,
     Unavailable,
 )
-from router.routing.view import WorkerView
+from router.routing.view import WorkerView, may_hand_off
 
 SHORTLIST = 8
 """So many workers of each side are looked at more closely."""
@@ -331,9 +331,15 @@ def shortlist(
 
 
 def best_pair(
-    prefillers: Sequence[Priced], receivers: Sequence[Priced], demand: Demand
+    prefillers: Sequence[Priced],
+    receivers: Sequence[Priced],
+    demand: Demand,
+    *,
+    has_pages: bool = False,
 ) -> Option | None:
-    """The best pair, links included; both sides come best first."""
+    """The best pair, links included; both sides come best first. With `has_pages` no prompt would wait for them at the
+    receivers.
+    """
     best: Option | None = None
     bound_s = float("inf")
     sizes = [demand.uncached(worker) * worker.kv_token_bytes for *_, worker in receivers]
@@ -346,6 +352,8 @@ def best_pair(
                 break
             if prefill is decode:
                 continue  # one worker that does both is no pair, and is priced apart
+            if not has_pages and not may_hand_off(prefill, decode):
+                continue
             link = forecast.link_to(decode.slot)
             cost_s = p_s + d_s + link.unhidden_s(size_bytes, busy_s)
             rank: Rank = (_rounded(cost_s), p_legs + d_legs, chance)
@@ -406,7 +414,7 @@ class Predictive:
         """The P whose cost is least with this D, link included."""
         receiver: Priced = (0, 0, 0.0, 0.0, decode)
         prefillers = shortlist(workers, prefill_s, demand, rng)
-        option = best_pair(prefillers, [receiver], demand)
+        option = best_pair(prefillers, [receiver], demand, has_pages=True)
         assert option is not None
         predicted = predict(option.prefill, option.decode, demand)
         rationale = PredictedRationale(prefillers=prefillers, receivers=[receiver], pair=predicted)

@@ -22,7 +22,7 @@ typedef struct {
     const Forecast *forecast;
     double progress_s, heard_s, kv_token_bytes;
     int64_t slot, pool_slot, legs, decode_sequences, decode_tokens, foreign_prefill_tokens, foreign_sequences;
-    int64_t used_tokens, reported_context_tokens, capacity_tokens, max_sequences;
+    int64_t used_tokens, reported_context_tokens, capacity_tokens, max_sequences, kv_order;
     bool can_prefill;
 } Worker;
 
@@ -196,6 +196,10 @@ static bool outranks(const Option *a, const Option *b) {
     return a->chance < b->chance;
 }
 
+static bool may_hand_off(const Worker *p, const Worker *decode) {
+    return p->kv_order <= decode->kv_order || !decode->kv_order;
+}
+
 /* The best pair of those on the shortlists, links included. */
 static void best_pair(const Candidates *c, const Demand *d, Cheapest *w) {
     double bound_s = 1.0 / 0.0;
@@ -207,7 +211,7 @@ static void best_pair(const Candidates *c, const Demand *d, Cheapest *w) {
             const Priced *theirs = &w->receivers[j];
             const Worker *decode = c->receivers.workers[theirs->at];
             if (ours->cost_s + theirs->cost_s > bound_s) break;
-            if (p == decode) continue;
+            if (p == decode || !may_hand_off(p, decode)) continue;
             double cost_s = ours->cost_s + theirs->cost_s + unhidden_s(p, decode, d);
             Option option = {(int64_t)(cost_s / RESOLUTION_S), ours->legs + theirs->legs, theirs->chance,
                              ours->at, theirs->at, 0, 0, 0, 0, 0, 0, 0};

@@ -1,6 +1,7 @@
 """Every connected worker (`router.routing.view`), and which of them may be given new work."""
 
 import ctypes
+import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -39,6 +40,7 @@ class WorkerRecord(ctypes.Structure):
     reported_context_tokens: int
     capacity_tokens: int
     max_sequences: int
+    kv_order: int
     can_prefill: bool
 
     _fields_ = (
@@ -57,6 +59,7 @@ class WorkerRecord(ctypes.Structure):
         ("reported_context_tokens", ctypes.c_int64),
         ("capacity_tokens", ctypes.c_int64),
         ("max_sequences", ctypes.c_int64),
+        ("kv_order", ctypes.c_int64),
         ("can_prefill", ctypes.c_bool),
     )
 
@@ -95,6 +98,8 @@ class WorkerView(WorkerRecord):
         can_prefill: Whether it computes prompts for others. This and what follows comes from its greeting.
         can_decode: Whether it draws tokens.
         takes_kv: Whether others can hand KV off to it.
+        kv_order: 0 unless it both takes KV and computes prompts for others: then a number, the same to all routers
+            (`may_hand_off`).
         capacity_tokens: Tokens whose KV it has room for.
         max_sequences: Sequences that it runs at once.
         kv_token_bytes: Bytes of KV per token.
@@ -132,6 +137,8 @@ class WorkerView(WorkerRecord):
         self.can_prefill = role.prefills_for_others
         self.can_decode = role.decodes
         self.takes_kv = self.can_decode and bool(self.hello.transfer_address)
+        both = self.can_prefill and self.takes_kv
+        self.kv_order = _place_of(self.identity.worker_id) if both else 0
 
     @property
     def identity(self) -> WorkerIdentity:
@@ -191,6 +198,18 @@ class WorkerView(WorkerRecord):
     def silent(self, now_s: float, timeout_s: float) -> bool:
         """Whether nothing came from it for `timeout_s`: it stands still, or the way to it is cut."""
         return now_s - self.heard_s > timeout_s
+
+
+def may_hand_off(prefill: WorkerView, decode: WorkerView) -> bool:
+    """Whether prompts may be computed by the one for the other. Between two workers that do both, one way alone: a prompt
+    keeps its pages until it is handed off, so those of each could wait for pages that the other's hold.
+    """
+    return prefill.kv_order <= decode.kv_order or not decode.kv_order
+
+
+def _place_of(worker_id: WorkerId) -> int:
+    """Above 0, as far apart for names that are alike as for any."""
+    return 1 + int.from_bytes(hashlib.blake2b(worker_id.encode(), digest_size=7).digest())
 
 
 class ClusterView:

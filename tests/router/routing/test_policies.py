@@ -6,7 +6,7 @@ import pytest
 from baton.config.rules import POLICIES
 from baton.errors import ConfigError
 from baton.generation import WorkerLoad
-from baton.ids import LayerName, Role
+from baton.ids import LayerName, LegId, Role
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.policy import Demand, Pair, RouteKind
@@ -90,9 +90,28 @@ def test_a_hybrid_worker_that_is_as_good_keeps_both_legs():
 
 def test_a_hybrid_worker_may_prefill_for_another():
     cluster = Cluster("h0", "h1")
-    cluster["h0"].prefill_tokens = 10_000
-    cluster["h1"].decode_sequences = 1000
-    assert cluster.names() == ("h1", "h0")
+    first, second = sorted(("h0", "h1"), key=lambda name: cluster[name].kv_order)
+    cluster[second].prefill_tokens = 10_000
+    cluster[first].decode_sequences = 1000
+    assert cluster.names() == (first, second)
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_no_two_hybrid_workers_prefill_for_each_other(policy):
+    """Prompts of each would keep the pages that those of the other wait for."""
+    names = ("h0", "h1", "h2")
+    cluster, pairs = Cluster(*names), set()
+    for session in range(400):
+        for name in names:
+            worker = cluster[name]
+            worker.prefill_tokens = cluster.rng.choice((0, 100_000))
+            worker.forecast.queued(LegId(1), worker.prefill_tokens / 1000, 0.0)
+            worker.decode_sequences = cluster.rng.choice((0, 1000))
+            worker.decode_tokens = 2000 * worker.decode_sequences
+        pairs.add(cluster.names(policy, session=session))
+    apart = {pair for pair in pairs if pair[0] != pair[1]}
+    assert apart or policy == "session"  # which keeps both legs where the session is
+    assert not {(d, p) for p, d in apart} & apart
 
 
 def test_the_held_prefix_draws_a_prompt_to_its_holder():
