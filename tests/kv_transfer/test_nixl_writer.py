@@ -3,6 +3,7 @@
 import queue
 import socket
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 
 from baton.errors import UnreachableError
 from baton.pages import PageWrite
+from kv_transfer.backends import nixl
 from kv_transfer.backends.nixl import NixlWriter
 from tests.kv_transfer.conformance import Outcome, push
 from tests.waits import join
+
+PAGE_BYTES = 1 << 20
 
 
 class SlowPages:
@@ -22,14 +26,21 @@ class SlowPages:
         self.posted = threading.Event()
         self.polled_after_loss = threading.Semaphore(0)
         self.happened: list[str] = []
+        self.writes: list[PageWrite] = []
+        self.most_at_once = 0
         self._landed = threading.Event()
 
     def land(self) -> None:
         self._landed.set()
 
     def post(self, write: PageWrite) -> tuple[Any, bool]:
+        self.writes.append(write)
+        self.most_at_once = max(self.most_at_once, len(self.writes) - self.happened.count("landed"))
         self.posted.set()
         return object(), False
+
+    def num_bytes(self, write: PageWrite) -> int:
+        return PAGE_BYTES * len(write.source)
 
     def poll(self, request: Any) -> bool:
         self.polled_after_loss.release()
@@ -60,6 +71,79 @@ def test_a_writer_that_is_asked_to_leave_waits_for_what_is_on_its_way():
         assert outcome.until_done() == [None]
         writer.close()
     assert pages.happened == ["landed", "released", "forgotten"]
+
+
+@pytest.fixture
+def both() -> Iterator[tuple[SlowPages, NixlWriter]]:
+    """Pages, and a writer whose peer stays."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        pages = SlowPages()
+        writer = NixlWriter(pages, ours)  # type: ignore[arg-type]
+        yield pages, writer
+        pages.land()
+        writer.close()
+
+
+def looked_often(pages: SlowPages) -> None:
+    """Until the writer has looked at its writes for long after it posted all that it would: it does so after each."""
+    for _ in range(2 * nixl._WINDOW**2):
+        assert pages.polled_after_loss.acquire(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "window"),
+    [(1, nixl._WINDOW), (32, 4), (1000, nixl._MIN_WINDOW)],
+    ids=["small", "large", "huge"],
+)
+def test_a_writer_posts_no_more_at_once_than_keeps_the_link_busy(
+    both: tuple[SlowPages, NixlWriter], num_pages: int, window: int
+):
+    pages, writer = both
+    outcome = Outcome()
+    for _ in range(3 * window):
+        writer.push(push(0, [1] * num_pages, [2] * num_pages), outcome.done)
+    looked_often(pages)
+    assert len(pages.writes) == window
+    pages.land()
+    assert outcome.until_done(3 * window) == [None] * (3 * window)
+    assert pages.most_at_once == window
+
+
+def test_a_hand_off_that_is_given_up_keeps_none_of_its_queued_pushes(
+    both: tuple[SlowPages, NixlWriter],
+):
+    pages, writer = both
+    given_up, mine, others = threading.Event(), Outcome(), Outcome()
+    for _ in range(1000):
+        writer.push(push(0, [1], [2], given_up), mine.done)
+    writer.push(push(1, [3], [4]), others.done)
+    looked_often(pages)
+    given_up.set()
+    assert mine.errors == []  # what was posted is on its way
+    pages.land()
+    assert others.until_done() == [None]
+    begun = [write for write in pages.writes if write.given_up is given_up]
+    assert len(begun) == nixl._WINDOW
+    errors = mine.until_done(1000)
+    assert errors.count(None) == len(begun)
+    assert {error.message for error in errors if error is not None} == {
+        "the transfer was given up before this push began"
+    }
+
+
+def test_a_writer_closes_though_what_it_posted_never_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nixl, "_CLOSE_TIMEOUT_S", 0.1)
+    ours, theirs = socket.socketpair()
+    pages, outcome = SlowPages(), Outcome()
+    writer = NixlWriter(pages, ours)  # type: ignore[arg-type]
+    with theirs:
+        for _ in range(2 * nixl._WINDOW):
+            writer.push(push(0, [1], [2]), outcome.done)
+        writer.close()
+    assert len(outcome.errors) == 2 * nixl._WINDOW
+    assert all(isinstance(error, UnreachableError) for error in outcome.errors)
+    assert pages.happened[-1] == "forgotten"
 
 
 class SlowQueue(queue.Queue[Any]):
