@@ -504,9 +504,18 @@ class NixlReceiver:
         between processes: they are carried out here then,
         and this is often enough to keep a socket's buffer from running full.
         """
+        failing = False
         while not self._closed.wait(_DRIVE_PERIOD_S):
-            if self._server.num_attached():
+            if not self._server.num_attached():
+                continue
+            try:
                 self._agent.drive()
+            except Exception as error:  # noqa: BLE001  # NIXL's errors have no base class; the next peer may be served
+                if not failing:
+                    _log.error("NIXL cannot do what peers wait for", cause=error)
+                failing = True
+            else:
+                failing = False
 
 
 class NixlSender:

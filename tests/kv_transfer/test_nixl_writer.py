@@ -1,9 +1,12 @@
-"""The writer of the nixl backend over pages that are written only when the test says so: needs no NIXL."""
+"""The nixl backend's own threads without NIXL: the writer over pages that are written only when the test says so, the
+receiver with an agent that fails.
+"""
 
 import queue
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,11 @@ from baton.errors import UnreachableError
 from baton.pages import PageWrite
 from kv_transfer.backends import nixl
 from kv_transfer.backends.nixl import NixlWriter
-from tests.kv_transfer.conformance import Outcome, push
+from kv_transfer.memory.arena import ArenaSpan
+from kv_transfer.memory.attach import AttachToken, attach, read_reply
+from kv_transfer.memory.listening import Listening
+from kv_transfer.memory.region_server import RegionAccess
+from tests.kv_transfer.conformance import SECRET, Outcome, push
 from tests.waits import join
 
 PAGE_BYTES = 1 << 20
@@ -174,3 +181,52 @@ def test_a_write_that_is_queued_as_the_peer_leaves_is_answered(monkeypatch: pyte
     (error,) = outcome.until_done()
     assert isinstance(error, UnreachableError)
     writer.close()
+
+
+class FailingAgent:
+    """NIXL's agent, whose first calls to do what peers wait for fail."""
+
+    def __init__(self, _name: str, _config: object) -> None:
+        self.calls = threading.Semaphore(0)
+        self.faults = 3
+
+    def register_memory(self, _descriptors: object, memory_kind: str) -> None:
+        pass
+
+    def get_agent_metadata(self) -> bytes:
+        return b"metadata"
+
+    def get_new_notifs(self) -> None:
+        self.calls.release()
+        if self.faults:
+            self.faults -= 1
+            raise RuntimeError("NIXL_ERR_BACKEND")
+
+
+def test_a_receiver_goes_on_though_nixl_fails_to_do_what_peers_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    agents: list[FailingAgent] = []
+
+    def agent(name: str, config: object) -> FailingAgent:
+        agents.append(FailingAgent(name, config))
+        return agents[-1]
+
+    library = SimpleNamespace(
+        nixl_agent_config=lambda **_settings: None,
+        nixl_thread_sync_t=SimpleNamespace(NIXL_THREAD_SYNC_STRICT=None),
+        nixl_agent=agent,
+    )
+    monkeypatch.setattr(nixl, "load_nixl", lambda: library)
+    address = f"unix:{tmp_path / 'gate'}"
+    access = RegionAccess(secret=SECRET, listening=Listening.at(address, "", ""))
+    arena = ArenaSpan.of_host(memoryview(bytearray(4096)))
+    receiver = nixl.NixlReceiver(arena, address=address, num_blocks=1, admission=access)
+    token = AttachToken.unpack(receiver.handle().opaque, nixl._MAGIC)
+    attached = attach(token, SECRET)
+    assert read_reply(attached).endswith(b"metadata")
+    for _ in range(6):
+        assert agents[0].calls.acquire(timeout=10)
+    attached.connection.close()
+    receiver.close()
+    assert [record.message for record in caplog.records] == ["NIXL cannot do what peers wait for"]
