@@ -4,6 +4,7 @@ A block is what its key says, wherever it lies; a page is a place in one engine'
 the two are brought together.
 """
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -43,6 +44,8 @@ class PageWrite:
         ready: When a GPU has computed them; None if it has. Backends that read them on the host's word wait for it.
         push_id: Which push of this worker this is; 0 until a backend has been asked to carry it out.
         target: Pages in the peer's arena, as many as `source`; empty before the grant.
+        given_up: Set once nothing of the transfer is wanted at the peer any more: a push that has not begun by then
+            writes nothing. One for all pushes of a transfer; None where it is never given up.
     """
 
     xfer_id: XferId
@@ -52,6 +55,7 @@ class PageWrite:
     ready: ReadyEvent | None = None
     push_id: int = 0
     target: tuple[BlockId, ...] = ()
+    given_up: threading.Event | None = field(default=None, compare=False)
 
     @property
     def end_block(self) -> int:

@@ -35,14 +35,18 @@ class Lease(Protocol):
         """Whether a write may begin now. Called from any thread."""
 
 
-def check_lease(lease: Lease | None) -> None:
-    """For backends, right before the bytes move: a process that was stopped meanwhile may not write any more.
+def check_write(write: PageWrite, lease: Lease | None) -> None:
+    """For backends, right before the bytes move: a process that was stopped meanwhile may not write any more, and what
+    was given up while it was queued only keeps others waiting.
 
     Raises:
         LeaseExpiredError: The lease is over.
+        TransferError: The transfer was given up.
     """
     if lease is not None and not lease.holds():
         raise LeaseExpiredError("the lease on the peer's pages is over")
+    if write.given_up is not None and write.given_up.is_set():
+        raise TransferError("the transfer was given up before this push began")
 
 
 Done = Callable[[TransferError | None], None]
@@ -72,8 +76,9 @@ class KvWriter(Protocol):
     """A prefill worker's open connection to one peer's region."""
 
     def push(self, write: PageWrite, done: Done) -> None:
-        """Queues a write and returns at once. Pushes of one transfer complete in any order. One that fails with an
-        `UnreachableError` is the last: the connection carries nothing more, and has to be opened anew.
+        """Queues a write and returns at once. Pushes of one transfer complete in any order; one whose transfer was
+        given up before its turn fails and writes nothing. One that fails with an `UnreachableError` is the last:
+        the connection carries nothing more, and has to be opened anew.
         """
 
     def close(self) -> None:

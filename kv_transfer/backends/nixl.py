@@ -54,7 +54,7 @@ from kv_transfer.memory.attach import (
 from kv_transfer.memory.listening import Listening, PeerFilter
 from kv_transfer.memory.region_server import RegionAccess, RegionServer
 from kv_transfer.plan import check_pages
-from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
+from kv_transfer.ports import Done, Lease, RegionHandle, check_write
 
 MODULES = ("nixl_cu12", "nixl_cu13")
 
@@ -197,6 +197,7 @@ class NixlPages:
         self._here = here
         self._there = there
         self._plan = plan
+        self._bytes_per_row = sum(part.length for part in plan.slices)
         try:
             self._peer = agent.add_remote_agent(metadata)
             agent.make_connection(self._peer)
@@ -229,6 +230,10 @@ class NixlPages:
             self._rows(target_layer, target, self._there.num_blocks),
         )
         return request, self._is_done(self._agent.transfer(request))
+
+    def num_bytes(self, write: PageWrite) -> int:
+        """What a write moves."""
+        return len(write.source) * self._bytes_per_row
 
     def poll(self, request: Any) -> bool:
         """Whether a write is done.
@@ -280,6 +285,14 @@ def _parts(plan: LinkPlan, place: Callable[[HeadSlice], tuple[int, int]]) -> lis
     return [place(part) for part in plan.slices]
 
 
+_WINDOW = 64
+_WINDOW_BYTES = 128 << 20
+"""What is posted at once, in pushes and in bytes: what NIXL has cannot be given up any more. A link of 400 Gbit/s takes
+2.5 ms for so much, longer than the writer ever looks away; one of 1 Gbit/s a second, well below the time that a decode
+worker waits for a hand-off that was cancelled.
+"""
+_MIN_WINDOW = 2
+"""Pushes that are posted however large they are: one on its way, and one to follow."""
 _CLOSE_TIMEOUT_S = 5.0
 _MIN_POLL_S, _MAX_POLL_S = 20e-6, 1e-3
 _IDLE_POLL_S = 0.5
@@ -289,6 +302,7 @@ _IDLE_POLL_S = 0.5
 class _Posted:
     request: Any
     done: Done
+    num_bytes: int
 
 
 class NixlWriter:
@@ -303,6 +317,8 @@ class NixlWriter:
         connection.setblocking(False)
         self._jobs: queue.SimpleQueue[tuple[PageWrite, Done] | None] = queue.SimpleQueue()
         self._in_flight: deque[_Posted] = deque()
+        self._bytes_in_flight = 0
+        self._all_posted = False
         self._give_up_at_s: float | None = None
         self._lost = False
         self._lock = threading.Lock()
@@ -321,6 +337,7 @@ class NixlWriter:
         """Waits until everything queued is written, for a few seconds at most,
         then lets go of the peer's arena. Blocks.
         """
+        self._give_up_at_s = time.monotonic() + _CLOSE_TIMEOUT_S
         self._jobs.put(None)
         self._thread.join()
 
@@ -336,17 +353,25 @@ class NixlWriter:
 
     def _serve_once(self) -> bool:
         """One job or one look at what is on its way; False once closed and nothing is."""
-        if has_hung_up(self._connection):
-            self._lost = True
-        elif self._give_up_at_s is None:
-            self._take_job()
-        elif not self._in_flight:
+        if self._all_posted and not self._in_flight:
             return False
-        elif time.monotonic() > self._give_up_at_s:
+        if has_hung_up(self._connection) or self._is_late():
             self._lost = True
+        elif self._has_room():
+            self._take_job()
         if self._in_flight and not self._lost:
             self._wait()
         return True
+
+    def _is_late(self) -> bool:
+        return self._give_up_at_s is not None and time.monotonic() > self._give_up_at_s
+
+    def _has_room(self) -> bool:
+        """Whether another write may be posted."""
+        posted = len(self._in_flight)
+        return not self._all_posted and (
+            posted < _MIN_WINDOW or (posted < _WINDOW and self._bytes_in_flight < _WINDOW_BYTES)
+        )
 
     def _take_job(self) -> None:
         try:
@@ -355,14 +380,14 @@ class NixlWriter:
         except queue.Empty:
             return
         if job is None:
-            self._give_up_at_s = time.monotonic() + _CLOSE_TIMEOUT_S
-            return
-        self._post(*job)
+            self._all_posted = True
+        else:
+            self._post(*job)
 
     def _post(self, write: PageWrite, done: Done) -> None:
         try:
             write.await_ready()
-            check_lease(self._lease)
+            check_write(write, self._lease)
             request, is_done = self._pages.post(write)
         except TransferError as error:
             done(error)
@@ -373,12 +398,16 @@ class NixlWriter:
                 self._pages.release(request)
                 done(None)
             else:
-                self._in_flight.append(_Posted(request=request, done=done))
+                num_bytes = self._pages.num_bytes(write)
+                self._in_flight.append(_Posted(request=request, done=done, num_bytes=num_bytes))
+                self._bytes_in_flight += num_bytes
 
     def _wait(self) -> None:
-        """Looks at all writes on their way until one is over or a job waits, ever more rarely."""
+        """Looks at all writes on their way until one is over or a job can be posted, ever more rarely."""
         pause_s = _MIN_POLL_S
-        while not self._report_finished() and self._jobs.empty() and pause_s < _MAX_POLL_S:
+        while not self._report_finished() and pause_s < _MAX_POLL_S:
+            if self._has_room() and not self._jobs.empty():
+                return
             time.sleep(pause_s)
             pause_s *= 2
 
@@ -394,6 +423,7 @@ class NixlWriter:
                 error = None
             except Exception as fault:  # noqa: BLE001  # NIXL's errors have no base class
                 error = UnreachableError(f"a write failed: {fault!r}")
+            self._bytes_in_flight -= write.num_bytes
             self._pages.release(write.request)
             write.done(error)
         return len(self._in_flight) < before
@@ -474,9 +504,18 @@ class NixlReceiver:
         between processes: they are carried out here then,
         and this is often enough to keep a socket's buffer from running full.
         """
+        failing = False
         while not self._closed.wait(_DRIVE_PERIOD_S):
-            if self._server.num_attached():
+            if not self._server.num_attached():
+                continue
+            try:
                 self._agent.drive()
+            except Exception as error:  # noqa: BLE001  # NIXL's errors have no base class; the next peer may be served
+                if not failing:
+                    _log.error("NIXL cannot do what peers wait for", cause=error)
+                failing = True
+            else:
+                failing = False
 
 
 class NixlSender:

@@ -8,9 +8,10 @@ Counterpart of `ledger.py`. One transfer, from the router's word until nothing o
 
 The engine exports pages layer by layer while it computes; they wait (`shipment.py`) until the decode worker has granted
 its own, are pushed then, and are committed once every layer of every page has landed and the first tokens are known.
-However a transfer ends early, the decode worker is told (`Quiesced`) only when no push is outstanding. It is told
-nothing once the way to its pages is lost (`UnreachableError`): bytes may still be on that way when a push is given up,
-and the session ends, by which the decode worker fences this one.
+However a transfer ends early, its pushes that have not begun are given up by the backend (`PageWrite.given_up`), and
+the decode worker is told (`Quiesced`) only when no push is outstanding. It is told nothing once the way to its pages is
+lost (`UnreachableError`): bytes may still be on that way when its pushes fail, and the session ends, by which the
+decode worker fences this one.
 
     engine, router, sessions ── OutboxEvent ──▶ Outbox ── OutboxAction ──▶ sessions, connections, the leg's lifecycle
 """
@@ -517,7 +518,7 @@ class OutgoingTransfer:
         return [HandOffFailed(xfer_id=self.xfer_id, error=error), *self.cancel()]
 
     def cancel(self) -> list[OutboxAction]:
-        """The leg is over here: nothing more is pushed, and the peer is told once nothing is outstanding."""
+        """The leg is over here: no push begins any more, and the peer is told once nothing is outstanding."""
         self.shipment.stop()
         self._move(_S.ABORTING)
         return self._try_quiesce()

@@ -11,6 +11,7 @@ Of each page the latest export counts:
 No export overtakes one that waits with some of its pages: that one may still be pushed, for the others.
 """
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -52,6 +53,7 @@ class Shipment:
             (num_layers, permit.num_blocks), dtype=np.int32
         )
         self._first_push_id: int | None = None
+        self._given_up = threading.Event()
         self._waiting: list[PageWrite] = []
         self._outstanding: dict[int, PageWrite] = {}
         # [num_layers, num_blocks]: pages of pushes that are on their way; no two have the same.
@@ -108,7 +110,7 @@ class Shipment:
         """
         num_layers, num_blocks = self._latest.shape
         check_source(write, num_blocks=num_blocks, num_layers=num_layers)
-        numbered = replace(write, push_id=next(self._push_ids))
+        numbered = replace(write, push_id=next(self._push_ids), given_up=self._given_up)
         if self._first_push_id is None:
             self._first_push_id = numbered.push_id
         row = self._row(numbered)
@@ -155,7 +157,10 @@ class Shipment:
         self._come_back(push_id)
 
     def stop(self) -> None:
-        """Nothing more is to be pushed; what is on its way comes back all the same."""
+        """Nothing more is to be pushed. What is on its way comes back all the same: at once where it waits for its turn
+        at the backend, else once it is written.
+        """
+        self._given_up.set()
         self._waiting.clear()
 
     def checksums(self) -> bytes:

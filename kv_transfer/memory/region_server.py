@@ -47,7 +47,7 @@ _log = get_logger(__name__)
 
 OnAttach = Callable[[socket.socket, bytes, bytes], None]
 """Gives a peer, over its connection, what it needs; called with its token and the key of its connection on the server's
-thread. The peer is refused when it raises.
+thread. The peer is refused when it raises. While it takes time, others wait.
 """
 
 PROOF_TIMEOUT_S = 2.0
@@ -234,11 +234,14 @@ class RegionServer:
 
     def _serve(self) -> None:
         while self._serving:
-            for key, _ in self._selector.select(self._patience_s()):
+            ready = self._selector.select(self._patience_s())
+            # Letting a peer in may take seconds (a transport starts): answers that came meanwhile are read first.
+            looked_s = time.monotonic()
+            for key, _ in ready:
                 # One of the others may have ended it, and a new connection have its descriptor.
                 if self._selector.get_map().get(key.fd) is key:
                     key.data()
-            self._refuse_late()
+            self._refuse_late(looked_s)
         with self._lock:
             attachments = list(self._attachments.values())
             self._attachments.clear()
@@ -293,9 +296,9 @@ class RegionServer:
         elif len(self._unproven) >= _MAX_UNPROVEN:
             self._refuse(next(iter(self._unproven.values())), Refused.CROWDED)
 
-    def _refuse_late(self) -> None:
-        now_s = time.monotonic()
-        for unproven in [one for one in self._unproven.values() if one.until_s <= now_s]:
+    def _refuse_late(self, looked_s: float) -> None:
+        """Those whose time was over when the thread last looked for answers, and whose answer was not there."""
+        for unproven in [one for one in self._unproven.values() if one.until_s <= looked_s]:
             self._refuse(unproven, Refused.LATE)
 
     def _refuse(self, unproven: _Unproven, reason: Refused) -> None:

@@ -21,7 +21,7 @@ from baton.telemetry.logs import get_logger
 from kv_transfer.heads import LinkPlan
 from kv_transfer.lease import WriteLease
 from kv_transfer.memory.page_hash import Checksum, Hashes, Hashing, PageHashes
-from kv_transfer.ports import KvSender, KvWriter, check_lease
+from kv_transfer.ports import KvSender, KvWriter, check_write
 from kv_transfer.session.handshake import Accepted, no_backend_works, no_hash
 from kv_transfer.session.link_speed import LinkSpeed, MeasuredWriter, probe_link
 
@@ -82,9 +82,8 @@ class PageWriter:
                 done(TransferError(f"pushing pages failed: {error!r}"), None)
 
     def _start(self, write: PageWrite, done: Pushed) -> None:
-        check_lease(
-            self._lease
-        )  # the backend asks again right before it copies; here it saves the hashing
+        # The backend asks again right before it copies; here it saves the hashing.
+        check_write(write, self._lease)
         hashes = None
         if self._hashes is not None:
             write.await_ready()

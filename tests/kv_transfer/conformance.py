@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from baton.errors import IncompatibleError, LeaseExpiredError, TransferError
+from baton.errors import IncompatibleError, LeaseExpiredError, TransferError, UnreachableError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
 from baton.pages import PageWrite
@@ -65,12 +65,15 @@ def fill(memory: memoryview) -> None:
     memory[:] = os.urandom(len(memory))
 
 
-def push(layer: int, source: list[int], target: list[int]) -> PageWrite:
+def push(
+    layer: int, source: list[int], target: list[int], given_up: threading.Event | None = None
+) -> PageWrite:
     return PageWrite(
         xfer_id=XferId("x"),
         layer_index=layer,
         source=tuple(map(BlockId, source)),
         target=tuple(map(BlockId, target)),
+        given_up=given_up,
     )
 
 
@@ -155,6 +158,21 @@ class BackendConformance:
         assert isinstance(outcome.until_done()[0], LeaseExpiredError)
         assert bytes(link.target) == before
         writer.close()
+
+    def test_a_push_of_a_hand_off_that_was_given_up_writes_nothing(
+        self, link: Link, writer: KvWriter
+    ):
+        before = bytes(link.target)
+        outcome, given_up = Outcome(), threading.Event()
+        given_up.set()
+        writer.push(push(0, [0, 5], [0, 9], given_up), outcome.done)
+        (error,) = outcome.until_done()
+        assert isinstance(error, TransferError)
+        assert not isinstance(error, UnreachableError | LeaseExpiredError)
+        assert bytes(link.target) == before
+        writer.push(push(0, [1], [1], threading.Event()), outcome.done)
+        assert outcome.until_done()[1] is None
+        assert page(link.target, RECEIVER_BLOCKS, 0, 1) == page(link.source, SENDER_BLOCKS, 0, 1)
 
     def test_closing_a_writer_waits_for_what_was_pushed(self, link: Link, writer: KvWriter):
         outcome = Outcome()

@@ -30,7 +30,6 @@ from baton.errors import (
     CancelledByPeerError,
     CorruptKvError,
     EngineError,
-    LeaseExpiredError,
     TransferError,
     WorkerLostError,
 )
@@ -84,6 +83,7 @@ from kv_transfer.ledger.transfer import (
 from kv_transfer.memory.checksum import fold
 from kv_transfer.messages import Heartbeat, PagesGranted, SessionId, ToDecode, ToPrefill
 from kv_transfer.plan import Grant
+from kv_transfer.ports import check_write
 from kv_transfer.ticket import Permit
 from tests.kv_transfer.permits import D, permit
 
@@ -145,7 +145,7 @@ class Leg:
 
 @dataclass
 class Copy:
-    """A push on its way: once it has begun no lease stops it."""
+    """A push on its way: once it has begun nothing stops it."""
 
     action: StartPush
     attempt: int
@@ -283,12 +283,16 @@ class HandOffMachine(RuleBasedStateMachine):
             self.tell_p(worker, FirstTokensDrawn(xfer_id=xfer_id, first_tokens=FIRST))
 
     def begin_copy(self, worker: Prefiller, link: Link, push_id: int) -> None:
-        """As a backend does: asked for the lease right before the bytes move."""
-        if link.lease.holds():
+        """As a backend does: asked for the lease, and whether it is still wanted, right before the bytes move."""
+        push = link.copies[push_id].action.write
+        try:
+            check_write(push, link.lease)
+        except TransferError as fault:
+            error = fault
+        else:
             link.copies[push_id].begun = True
             return
-        push = link.copies.pop(push_id).action.write
-        error = LeaseExpiredError("over")
+        del link.copies[push_id]
         self.tell_p(worker, PushDone(xfer_id=push.xfer_id, push_id=push_id, error=error))
         self.fence_drained(worker)
 

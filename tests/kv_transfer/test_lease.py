@@ -10,7 +10,7 @@ from baton.ids import BlockId
 from kv_transfer.fakes.backend import FakeFabric, FakeReceiver, FakeSender
 from kv_transfer.heads import plan_link
 from kv_transfer.lease import SessionLeases, WriteLease
-from kv_transfer.memory.page_hash import ArenaHashes, Hashes
+from kv_transfer.memory.page_hash import ArenaHashes, Hashes, PageHashes
 from kv_transfer.messages import SessionId
 from kv_transfer.session.connection import PageWriter
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, fill, page, push
@@ -75,7 +75,7 @@ class Stopped:
 class Way:
     """A writer into fake memory, and what became of its pushes."""
 
-    def __init__(self, *, stopped: bool = False) -> None:
+    def __init__(self, *, stopped: bool = False, hashes: PageHashes | None = None) -> None:
         self.clock = ManualClock()
         fabric = FakeFabric()
         self.source = memoryview(bytearray(LAYOUT.region_bytes(SENDER_BLOCKS)))
@@ -89,7 +89,7 @@ class Way:
             sender.connect(handle, LAYOUT, lease=self.lease),
             lease=self.lease,
             link=plan_link(LAYOUT, LAYOUT),
-            hashes=Stopped(self.clock) if stopped else self.hashes,
+            hashes=Stopped(self.clock) if stopped else hashes or self.hashes,
             on_lost=lambda error: None,
         )
         self.outcomes: list[tuple[TransferError | None, Hashes | None]] = []
@@ -131,8 +131,10 @@ class Filled:
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
+        self.waited_for = False
 
     def wait(self) -> None:
+        self.waited_for = True
         fill(self._memory)
 
 
@@ -154,6 +156,29 @@ def test_nothing_is_written_once_the_lease_is_over(way: Way):
     assert bytes(way.target) == before
     way.lease.renew(sent_s=3.0)
     assert way.push(1, [3], [7])[0] is None
+
+
+class Unhashed:
+    """Hashes that nobody may ask for."""
+
+    def of_layer(self, layer_index, blocks, parts=()) -> Hashes:
+        raise AssertionError("hashed for nobody")
+
+
+def test_pages_of_a_hand_off_that_was_given_up_are_neither_waited_for_nor_hashed():
+    way, given_up = Way(hashes=Unhashed()), threading.Event()
+    given_up.set()
+    before = bytes(way.target)
+    unwritten = Filled(way.source)
+    way.writer.push(replace(push(1, [3], [7], given_up), ready=unwritten), way.done)
+    assert way.landed()
+    ((error, hashes),) = way.outcomes
+    assert isinstance(error, TransferError)
+    assert "given up" in error.message
+    assert hashes is None
+    assert not unwritten.waited_for
+    assert bytes(way.target) == before
+    way.writer.close()
 
 
 def test_a_lease_that_ends_between_hashing_and_copying_is_noticed_by_the_backend():

@@ -5,12 +5,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from baton.clock import ManualClock
 from baton.errors import TransferError
 from kv_transfer.memory import region_server
 from kv_transfer.memory.attach import AttachToken, attach, read_reply, sign_reply
@@ -153,8 +156,7 @@ class Gate:
         assert len(_all(connection, CHALLENGE_BYTES)) == CHALLENGE_BYTES
         return connection
 
-    @staticmethod
-    def _welcome(peer: socket.socket, _token: bytes, key: bytes) -> None:
+    def _welcome(self, peer: socket.socket, _token: bytes, key: bytes) -> None:
         peer.sendall(sign_reply(b"welcome", key))
 
 
@@ -253,6 +255,53 @@ def test_who_has_not_proven_itself_in_time_is_gone(gate: Gate, said: bytes) -> N
         stranger.sendall(said)
         assert stranger.recv(1) == b""  # blocks until the server hangs up
     assert gate.refused == [Refused.LATE]
+
+
+class OccupiedGate(Gate):
+    """Gives the first peer what it needs once it may go on."""
+
+    def __init__(self) -> None:
+        self.busy, self.go_on = threading.Event(), threading.Event()
+        super().__init__()
+
+    def _welcome(self, peer: socket.socket, _token: bytes, key: bytes) -> None:
+        if not self.busy.is_set():
+            self.busy.set()
+            assert self.go_on.wait(WAIT_S)
+        super()._welcome(peer, _token, key)
+
+
+def test_who_answers_while_another_is_let_in_for_long_is_let_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A transport starts when its first peer comes: longer than others have to answer."""
+    clock = ManualClock()
+    monkeypatch.setattr(
+        region_server, "time", SimpleNamespace(monotonic=clock.now_s, sleep=time.sleep)
+    )
+    gate = OccupiedGate()
+    host, _, port = gate.server.address.rpartition(":")
+    token = gate.token()
+    with (
+        gate.stranger() as silent,
+        socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as half_way,
+    ):
+        nonce = read_challenge(_all(half_way, CHALLENGE_BYTES))
+        assert nonce is not None
+        first = attach(gate.token(), SECRET)
+        assert gate.busy.wait(WAIT_S)
+        clock.advance(5 * region_server.PROOF_TIMEOUT_S)
+        proof = ConnectionProof(
+            key=attach_key(SECRET), token=token.secret, server_nonce=nonce, peer_nonce=bytes(32)
+        )
+        half_way.sendall(proof.answer())
+        gate.go_on.set()
+        assert read_reply(first) == b"welcome"
+        assert _all(half_way, PROOF_BYTES) == proof.of_server()
+        assert silent.recv(1) == b""
+        assert gate.refused == [Refused.LATE]
+        first.connection.close()
+    gate.server.close()
 
 
 def test_garbage_is_answered_by_hanging_up(gate: Gate) -> None:

@@ -65,6 +65,30 @@ def test_a_push_knows_when_a_gpu_has_written_its_pages():
     assert started.ready is ready
 
 
+def test_stopping_gives_up_the_pushes_that_are_on_their_way_and_waits_for_them():
+    shipments = [
+        Shipment(
+            permit(num_blocks=1), num_layers=1, push_ids=itertools.count(1), log=StoryLog("outbox")
+        )
+        for _ in range(2)
+    ]
+    started: list[PageWrite] = []
+    for shipment in shipments:
+        grant = Grant(held_blocks=0, blocks=(BlockId(7),))
+        shipment.grant(grant, plan_link(LAYOUT, LAYOUT), checksums=False)
+        shipment.export(PageWrite(xfer_id=XferId("x"), layer_index=0, source=(BlockId(3),)))
+        started += shipment.start()
+    stopped, other = started
+    shipments[0].stop()
+    assert stopped.given_up is not None
+    assert stopped.given_up.is_set()
+    assert shipments[0].outstanding
+    assert other.given_up is not None
+    assert not other.given_up.is_set()
+    shipments[0].drop(stopped.push_id)
+    assert not shipments[0].outstanding
+
+
 def test_of_a_prompt_that_was_preempted_twice_the_last_pages_land_last():
     """The first push is slow; the export after it waits for that, and has pages that the third has not replaced yet."""
     shipment = Shipment(

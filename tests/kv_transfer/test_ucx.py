@@ -5,8 +5,10 @@ import queue
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,16 @@ from baton.errors import TransferError
 from baton.ids import BlockId, XferId
 from baton.pages import PageWrite
 from kv_transfer.backends.registry import BACKENDS
+from kv_transfer.backends.ucx import sender
+from kv_transfer.backends.ucx.frames import frames_of
 from tests.kv_transfer.conformance import (
     LAYOUT,
     Link,
+    Outcome,
     RevocableConformance,
     ShardedConformance,
+    fill,
+    push,
 )
 from tests.kv_transfer.remote import Remote, remote
 from tests.waits import WAIT_S
@@ -64,6 +71,39 @@ def test_pages_are_sent_by_a_worker_with_thousands_of_descriptors(tmp_path: Path
         writer = link.sender.connect(link.receiver.handle(), LAYOUT)
         writer.push(write, answers.put)
         assert answers.get(timeout=WAIT_S) is None
+        writer.close()
+
+
+class GivenUpMeanwhile(threading.Event):
+    """Is set when it is asked for the fourth time."""
+
+    asked = 0
+
+    def is_set(self) -> bool:
+        self.asked += 1
+        return self.asked > 3
+
+
+def test_a_push_that_is_given_up_between_two_frames_sends_no_more_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    a_page_each = partial(frames_of, payload_bytes=LAYOUT.page_layer_bytes)
+    monkeypatch.setattr(sender, "frames_of", a_page_each)
+    with remote(BACKEND.name, f"unix:{tmp_path / 'gate'}") as both:
+        link, outcome = both.link(), Outcome()
+        fill(link.source)
+        fill(link.target)
+        before = bytes(link.target)
+        writer = link.sender.connect(link.receiver.handle(), LAYOUT)
+        writer.push(push(0, list(range(12)), list(range(12)), GivenUpMeanwhile()), outcome.done)
+        (error,) = outcome.until_done()
+        assert isinstance(error, TransferError)
+        assert "given up" in error.message
+        sent = 3 * LAYOUT.page_layer_bytes
+        assert bytes(link.target[:sent]) == bytes(link.source[:sent])
+        assert bytes(link.target)[sent:] == before[sent:]
+        writer.push(push(0, [1], [1]), outcome.done)
+        assert outcome.until_done()[1] is None
         writer.close()
 
 
