@@ -9,6 +9,7 @@ from typing import Protocol
 
 from baton.clock import Clock
 from baton.errors import PoolUnavailableError
+from baton.ids import WorkerIdentity
 from baton.telemetry.logs import get_logger
 from kvpool.messages import DirectoryChanges, NodeState, Selection, Stored
 from kvpool.node.ledger import NodeLedger
@@ -57,6 +58,7 @@ class DirectoryClient:
         self._flushes = flushes
         self._lease_s = lease_s
         self._reachable: bool | None = None  # None before it is first asked
+        self._earlier_starts_ended = False
 
     @property
     def reachable(self) -> bool:
@@ -64,7 +66,8 @@ class DirectoryClient:
         return bool(self._reachable)
 
     async def renew(self, state: NodeState) -> tuple[NodeState, ...] | None:
-        """Prolongs the lease, carries out flushes of others, and tells everything to a directory that knows nothing.
+        """Prolongs the lease, carries out flushes of others, and tells everything to a directory that knows nothing. The
+        first time it ends the leases of earlier starts of this node.
 
         Returns:
             What the living nodes say of themselves; None where the directory is away.
@@ -72,6 +75,8 @@ class DirectoryClient:
         try:
             if not self._reachable:
                 await self._directory.retire(state.node)  # some change may never have arrived
+            if not self._earlier_starts_ended:
+                await self._end_earlier_starts(state.node)
             if await self._prolong(state):
                 await self._tell_all(state)
             self._reachable = True
@@ -103,6 +108,18 @@ class DirectoryClient:
             await self._directory.retire(state.node)
         except PoolUnavailableError as error:
             self._lost(error)
+
+    async def _end_earlier_starts(self, node: WorkerIdentity) -> None:
+        """A start that was killed has its lease for a while: what it held is void, and tenants have it no more.
+
+        Once per start. Of two nodes that are configured with one name, against the rules, the first one registers again
+        with its next renewal, and both are known from then on.
+        """
+        for other in await self._directory.nodes():
+            if other.node.worker_id == node.worker_id and other.node != node:
+                _log.info("the lease of another start of this node is ended", start=str(other.node))
+                await self._directory.retire(other.node)
+        self._earlier_starts_ended = True
 
     async def _prolong(self, state: NodeState) -> bool:
         """Prolongs the lease and carries out flushes of others; whether the directory knows nothing of the node."""

@@ -1,6 +1,7 @@
 """How a node keeps the directory true of itself, also through times when the directory is away."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from kvpool.directory.memory import MemoryDirectory
 from kvpool.messages import (
     DirectoryChanges,
+    DiskBlock,
     NodeState,
     Owner,
     PutGrant,
@@ -62,10 +64,11 @@ class Flaky:
 class World:
     """A ledger, its registrar, and a directory that can be away."""
 
-    def __init__(self, num_slots: int = 8) -> None:
+    def __init__(self, num_slots: int = 8, on_disk: Sequence[DiskBlock] = ()) -> None:
         self.clock = ManualClock()
         self.directory = Flaky(MemoryDirectory(self.clock))
-        self.ledger = NodeLedger(NodeLimits(num_slots=num_slots, slot_bytes=64), "start")
+        limits = NodeLimits(num_slots=num_slots, slot_bytes=64, num_extents=len(on_disk))
+        self.ledger = NodeLedger(limits, "start", on_disk)
         self.flushes_carried_out = 0
         self.registrar = DirectoryClient(self.directory, self.ledger, self, lease_s=LEASE_S)
 
@@ -142,6 +145,24 @@ async def test_a_node_whose_lease_ended_is_found_again_with_all_its_blocks() -> 
     assert await world.known(1) == []
     await world.beat()
     assert await world.known(1) == [1]
+
+
+async def test_two_nodes_of_one_name_are_both_known_and_do_not_fight() -> None:
+    """They are configured so by mistake; neither can know that the other one is not dead."""
+    one = World()
+    two = NodeState(node=replace(NODE, incarnation=Incarnation(4)), address="unix:/y")
+    two_ledger = NodeLedger(NodeLimits(num_slots=8, slot_bytes=64), "two")
+    second = DirectoryClient(one.directory, two_ledger, one, lease_s=LEASE_S)
+    told = list[None]()
+    one.directory.slow = lambda: told.append(None)
+    one.put(1)
+    for _ in range(6):
+        await one.beat()
+        await second.renew(two)
+        one.clock.advance(LEASE_S / 3)
+    assert {state.node for state in await one.directory.nodes()} == {NODE, two.node}
+    assert await one.known(1) == [1]
+    assert len(told) == 2, "the first one told all of it again, once"
 
 
 async def test_a_lease_holds_while_the_directory_is_told_of_very_many_blocks() -> None:
