@@ -71,19 +71,21 @@ class Evictor:
         on the disk, in the order of memory's policy, which alone knows what was read since.
         """
         blocks, target = self._blocks, account.blocks - excess
-        for tier, may_go in (
-            (blocks.disk, self._may_go_from_disk_alone),
-            (blocks.memory, self._may_go_everywhere),
+        # Where most blocks are in both tiers, looking for one that the disk alone has may take a look at all of them: no
+        # more are looked for than there must be. There are more where a slot of memory is in quarantine: they go last.
+        on_disk_alone = account.blocks - account.memory.taken
+        for tier, may_go, most in (
+            (blocks.disk, self._may_go_from_disk_alone, on_disk_alone),
+            (blocks.memory, self._may_go_everywhere, excess),
+            (blocks.disk, self._may_go_from_disk_alone, excess),
         ):
-            while account.blocks > target:
-                slots = tier.victims(account, account.blocks - target, may_go)
-                if not slots:
-                    break
-                for slot in slots:
-                    copy = blocks.disk.named.get(slot.key)
-                    if copy is not None and copy is not slot:
-                        blocks.give_up(copy)
-                self._evict(slots)
+            count = min(account.blocks - target, most)
+            slots = tier.victims(account, count, may_go) if count > 0 else []
+            for slot in slots:
+                copy = blocks.disk.named.get(slot.key)
+                if copy is not None and copy is not slot:
+                    blocks.give_up(copy)
+            self._evict(slots)
 
     def choose_demotions(
         self, num_leaving: int, now_s: float

@@ -372,14 +372,19 @@ class NodeLedger:
         size_bytes: int | None,
     ) -> int:
         """Blocks that were written are held, the other slots are free. Returns how many were written."""
-        written, void = [], put.slots[len(checksums) :]
+        written, void = list[Slot](), put.slots[len(checksums) :]
+        rebilled = list[Slot]()
         for slot, sums, owner in zip(put.slots, checksums, owners or repeat(None), strict=False):
-            wanted = slot.state is _RESERVED and not put.is_flushed(owner or slot.billing.owner)
-            if sums and wanted and self._rebill(slot, owner, size_bytes):
+            if sums and slot.state is _RESERVED and not put.is_flushed(owner or slot.billing.owner):
                 slot.checksums = sums
                 written.append(slot)
+                if self._rebill(slot, owner, size_bytes):
+                    rebilled.append(slot)
             else:
                 void.append(slot)
+        beyond = self._beyond_quota(rebilled)
+        void += beyond
+        written = [slot for slot in written if slot not in beyond]
         self._story.record(f"void in {put.put_id}", void)
         self._stop_writing(void)
         self._blocks.make_resident(written)
@@ -392,14 +397,29 @@ class NodeLedger:
         return len(written)
 
     def _rebill(self, slot: Slot, owner: Owner | None, size_bytes: int | None) -> bool:
-        """Whether a block may be held for the owner that it turns out to have; None for the one it was reserved for."""
+        """Whether a block turns out to have another owner or size than it was reserved for; `owner` is None for the same."""
         was: Billing = slot.billing
         billing = self._accounts.billing(owner or was.owner, size_bytes or was.size_bytes)
         if billing is was:
-            return True
+            return False
         self._blocks.rebill(slot, billing)
-        self._evictor.trim(billing.account, billing.account.over)
-        return not billing.account.over
+        return True
+
+    def _beyond_quota(self, slots: Sequence[Slot]) -> dict[Slot, None]:
+        """Those of newly billed blocks, the last ones of each tenant, that its quota has no room for,
+        whatever else of it goes.
+        """
+        over = dict[Account, int]()
+        for account in dict.fromkeys(slot.billing.account for slot in slots):
+            self._evictor.trim(account, account.over)
+            over[account] = account.over
+        beyond = dict[Slot, None]()
+        for slot in reversed(slots):
+            account = slot.billing.account
+            if over[account] > 0:
+                over[account] -= 1
+                beyond[slot] = None
+        return beyond
 
     def _close_put(self, put_id: str) -> _Put | None:
         for puts in (self._open_puts, self._zombies, self._fetched_puts):

@@ -6,9 +6,13 @@ import pytest
 
 from baton.errors import InvariantError
 from baton.ids import BlockKey
+from kvpool.eviction.lru import LeastRecentlyUsed
+from kvpool.eviction.policy import MayGo
+from kvpool.eviction.select import POLICIES
 from kvpool.messages import (
     Allowance,
     DiskBlock,
+    Promote,
     PutGrant,
     PutRefusalReason,
     PutRefused,
@@ -355,6 +359,87 @@ def test_a_quota_takes_what_was_read_longest_ago_though_it_was_loaded_last():
     node.ledger.allow("t", Allowance(max_bytes=SLOT_BYTES))
     node.run()
     assert node.ledger.held(chain("abc")) == 1
+    node.empty()
+
+
+class Watched(LeastRecentlyUsed):
+    """Counts how often victims were asked for, and how many blocks were looked at for that."""
+
+    asked, looks = 0, 0
+
+    def victims(self, count: int, may_go: MayGo) -> list[BlockKey]:
+        def looked_at(block: BlockKey) -> bool:
+            Watched.looks += 1
+            return may_go(block)
+
+        Watched.asked += 1
+        return super().victims(count, looked_at)
+
+
+def at_quota(num_blocks: int, *, in_memory: int) -> NodeLedger:
+    """A tenant has as many blocks on the disk as it may, and the first of them in memory too."""
+    blocks = [BlockKey(number.to_bytes(16, "little")) for number in range(num_blocks)]
+    found = [
+        DiskBlock(
+            extent=at,
+            epoch=1 + at,
+            key=block,
+            owner=owner(),
+            size_bytes=SLOT_BYTES,
+            position=at,
+            checksums=b"x",
+        )
+        for at, block in enumerate(blocks)
+    ]
+    sizes = limits(2 * num_blocks, 2 * num_blocks, ssd_eviction="watched")
+    node = NodeLedger(sizes, "n", found)
+    lease = node.lease(blocks[:in_memory], 30.0, 0.0)
+    for action in node.take_actions():
+        assert isinstance(action, Promote)
+        node.tier_moves.loaded(action)
+    node.release(lease.lease_id)
+    node.allow("t", Allowance(max_bytes=num_blocks * SLOT_BYTES))
+    return node
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
+    monkeypatch.setitem(POLICIES, "watched", Watched)
+    monkeypatch.setattr(Watched, "looks", 0)
+    monkeypatch.setattr(Watched, "asked", 0)
+    return Watched
+
+
+def test_room_in_a_quota_is_not_looked_for_on_a_disk_that_has_nothing_alone(watched: type[Watched]):
+    node = at_quota(500, in_memory=500)
+    put = node.reserve(chain("abcdefgh"), owner(), 0.0)
+    assert isinstance(put, PutGrant)
+    assert node.commit(put.put_id, [b"x"] * 8, 0.0) == 8
+    assert sum(one.blocks for one in node.owners()) == 500
+    assert watched.looks == 0
+    node.check_integrity()
+
+
+def test_room_for_blocks_whose_owner_is_learned_late_is_looked_for_once(watched: type[Watched]):
+    node = at_quota(500, in_memory=400)
+    put = node.reserve(chain("abcdefgh"), owner(""), 0.0, fetched=True)
+    assert isinstance(put, PutGrant)
+    assert node.commit(put.put_id, [b"x"] * 8, 0.0, [owner()] * 8) == 8
+    assert sum(one.blocks for one in node.owners()) == 500
+    assert node.usage().ssd_blocks == 492, "what the disk alone has goes first"
+    assert watched.asked == 1
+    node.check_integrity()
+
+
+def test_of_blocks_whose_owner_is_learned_late_those_beyond_its_quota_are_not_held():
+    node = world()
+    node.ledger.allow("t", Allowance(max_bytes=3 * SLOT_BYTES))
+    assert node.put("xy", "t") == 2
+    lease = node.lease("x")
+    put = node.reserve("abc", "node")
+    assert node.commit(put.put_id, owners=[owner("t")] * 3) == 2
+    assert [node.ledger.held(chain(text)) for text in ("abc", "xy")] == [2, 1]
+    node.release(lease.lease_id)
     node.empty()
 
 
