@@ -587,12 +587,22 @@ class NodeLedger:
         """What is known of a block; None where it is not held."""
         return self._blocks.find(key)
 
-    def stored(self) -> Iterator[Stored]:
-        """Everything that is held, for a directory that has forgotten this node."""
-        for key in dict.fromkeys((*self._blocks.memory.named, *self._blocks.disk.named)):
-            stored = self._blocks.find(key)
-            if stored is not None:
-                yield stored
+    def take_stored(self) -> Iterator[Stored]:
+        """Everything that is held now, for a directory that has forgotten this node; found bit by bit, since there may be
+        millions of blocks. What changes before its turn is left out: `take_replica_changes` tells of it, and of nothing
+        that was before.
+        """
+        blocks = self._blocks
+        blocks.replicas.clear()
+        held = [(tier.tier, list(tier.named)) for tier in (blocks.memory, blocks.disk)]
+        return self._unchanged(held)
+
+    def _unchanged(self, held: Sequence[tuple[Tier, list[BlockKey]]]) -> Iterator[Stored]:
+        for tier, keys in held:
+            for key in keys:
+                stored = None if key in self._blocks.replicas else self._blocks.find(key)
+                if stored is not None and stored.tier is tier:  # it may be in both
+                    yield stored
 
     def drop(self, keys: Iterable[BlockKey]) -> int:
         """A reader found other bytes than were put: the blocks are held no longer. Returns how many were."""

@@ -2,7 +2,7 @@
 and its part of tenants' quotas.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Protocol
@@ -27,8 +27,8 @@ class LedgerView(Protocol):
     def take_replica_changes(self, limit: int = 4096) -> DirectoryChanges | None:
         """What the directory has yet to be told."""
 
-    def stored(self) -> Iterable[Stored]:
-        """Everything that is held."""
+    def take_stored(self) -> Iterator[Stored]:
+        """Everything that is held now; what changes before its turn is left to the changes."""
 
 
 class FlushTarget(Protocol):
@@ -131,9 +131,7 @@ class DirectoryClient:
 
     async def _tell_all(self, state: NodeState) -> None:
         """May take longer than a lease: a large node has millions of blocks."""
-        while self._ledger.take_replica_changes() is not None:
-            continue  # all of it stands in what is told now
-        stored = iter(list(self._ledger.stored()))  # it changes while the directory is told
+        stored = self._ledger.take_stored()
         while part := tuple(islice(stored, _AT_ONCE)):
             await self._directory.publish(state.node, DirectoryChanges(stored=part))
             if await self._prolong(state):

@@ -163,7 +163,9 @@ def test_a_probe_changes_nothing(eviction):
         for _ in range(5 if node is probed else 0):
             assert node.ledger.held(chain("ab")) == 2
         node.put("p")
-    assert {s.key for s in quiet.ledger.stored()} == {s.key for s in probed.ledger.stored()}
+    assert {s.key for s in quiet.ledger.take_stored()} == {
+        s.key for s in probed.ledger.take_stored()
+    }
     assert probed.ledger.usage() == quiet.ledger.usage()
 
 
@@ -466,6 +468,19 @@ def test_changes_nobody_took_do_not_pile_up():
     changes = node.take_replica_changes(limit=1000)
     assert changes is not None
     assert (len(changes.stored), len(changes.removed)) == (4, 0)
+
+
+def test_what_comes_and_goes_while_the_directory_is_told_of_all_leaves_nothing_there():
+    node = NodeLedger(limits(4), "n")
+    first, put = (node.reserve(chain(text), owner(), 0.0) for text in ("a", "b"))
+    assert isinstance(first, PutGrant)
+    assert isinstance(put, PutGrant)
+    node.commit(first.put_id, [b"x"], 0.0)
+    told = node.take_stored()
+    node.commit(put.put_id, [b"x"], 0.0)
+    assert [stored.key for stored in told] == chain("a")
+    node.drop(chain("b"))
+    assert node.take_replica_changes() is None
 
 
 def test_what_another_node_writes_has_no_time_of_its_own():

@@ -18,7 +18,9 @@ from kvpool.messages import (
     Renewal,
     Replica,
     Selection,
+    Stored,
 )
+from kvpool.node.block_store import BlockStore
 from kvpool.node.ledger import NodeLedger, NodeLimits
 from kvpool.node.membership import DirectoryClient
 
@@ -186,6 +188,46 @@ async def test_a_lease_that_ends_while_the_directory_is_told_is_no_standing() ->
     await world.beat()
     assert [world.registrar.reachable] == [True]
     assert await world.known(1, 20_000) == [1, 20_000]
+
+
+async def test_what_is_flushed_while_the_directory_is_told_is_not_told_after_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, numbers = World(num_slots=10_000), range(1, 10_001)
+    world.put(*numbers)
+    publish, flush = world.directory.publish, world.directory.flush
+    flushed = list[int]()
+
+    async def published(node: WorkerIdentity, changes: DirectoryChanges) -> None:
+        await publish(node, changes)
+        if not flushed:
+            flushed.append(await flush(Selection(tenant="anna")))
+
+    monkeypatch.setattr(world.directory, "publish", published)
+    await world.registrar.renew(STATE)
+    assert flushed
+    assert world.ledger.held([key(1)]) == 0
+    assert await world.known(*numbers) == []
+
+
+async def test_the_directory_is_told_of_very_many_blocks_as_they_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The node answers others in between."""
+    world, numbers = World(num_slots=20_000), range(1, 20_001)
+    world.put(*numbers)
+    found, told = list[BlockKey](), list[int]()
+    find = BlockStore.find
+
+    def counted(blocks: BlockStore, block: BlockKey) -> Stored | None:
+        found.append(block)
+        return find(blocks, block)
+
+    monkeypatch.setattr(BlockStore, "find", counted)
+    world.directory.slow = lambda: told.append(len(found))
+    await world.beat()
+    assert told[0] < 5000
+    assert told[-1] == len(numbers), "each was looked for once"
 
 
 async def test_flushes_of_other_nodes_are_carried_out_once() -> None:
