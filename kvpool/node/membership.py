@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Protocol
 
 from baton.clock import Clock
-from baton.errors import PoolUnavailableError
+from baton.errors import OverloadedError, PoolUnavailableError
 from baton.ids import WorkerIdentity
 from baton.telemetry.logs import get_logger
 from kvpool.messages import DirectoryChanges, NodeState, Selection, Stored
@@ -94,9 +94,14 @@ class DirectoryClient:
             self._lost(error)
 
     async def flush(self, selection: Selection) -> bool:
-        """Has all nodes give up what `selection` covers; False where the directory is away and only this node will."""
+        """Has all nodes give up what `selection` covers; False where the directory is away, or so many others flush that
+        it did not come to that, and only this node will.
+        """
         try:
             await self._directory.flush(selection)
+        except OverloadedError as error:
+            _log.warning("a flush is not told to other nodes", reason=error.message)
+            return False
         except PoolUnavailableError as error:
             self._lost(error)
             return False

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from baton.clock import ManualClock
-from baton.errors import PoolUnavailableError
+from baton.errors import OverloadedError, PoolUnavailableError
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from kvpool.directory.memory import MemoryDirectory
 from kvpool.messages import (
@@ -249,3 +249,19 @@ async def test_a_flush_without_the_directory_says_that_others_will_not_hear_of_i
     assert await world.registrar.flush(Selection())
     world.directory.away = True
     assert not await world.registrar.flush(Selection())
+
+
+async def test_a_crowd_of_flushes_is_no_directory_that_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    world.put(1)
+    await world.beat()
+
+    async def crowded(_: Selection) -> int:
+        raise OverloadedError("too many others flush")
+
+    monkeypatch.setattr(world.directory, "flush", crowded)
+    assert not await world.registrar.flush(Selection())
+    assert world.registrar.reachable
+    assert await world.known(1) == [1]
