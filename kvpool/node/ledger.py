@@ -154,6 +154,7 @@ class NodeLedger:
         counts: Of what happened; the shell adds what only it sees.
         read_frequency: How often blocks were read of late.
         tier_moves: What is on its way between memory and disk; the shell answers to it.
+        num_flushes: That were carried out. What others held before one may be what it covers.
         refuses: Why the node takes no new blocks, because it is sick or will stop; None where it takes them. What it
             holds it serves all the same. A disk that fails does not belong here: `TierMoves.io_failed` says enough.
 
@@ -166,6 +167,7 @@ class NodeLedger:
         self._name = name
         self.counts = Counts()
         self.read_frequency = ReadFrequency()
+        self.num_flushes = 0
         self.refuses: PutRefusalReason | None = None
         self._accounts = Accounts(
             block_bytes=limits.slot_bytes,
@@ -617,6 +619,7 @@ class NodeLedger:
 
         Readers of one may finish; its slot is free after that.
         """
+        self.num_flushes += 1
         covered, disk = self._accounts.covered(selection), self._blocks.disk
         num_held, extents = 0, [slot for slot in disk.slots() if slot.state is _S.CONDEMNED]
         for tier in (self._blocks.memory, disk):

@@ -102,6 +102,11 @@ class PartFetcher:
         self._clock = clock
         self._numbers = itertools.count(1)
 
+    @property
+    def num_flushes(self) -> int:
+        """That this node has carried out: what was looked up before one may be what it covers."""
+        return self._store.ledger.num_flushes
+
     async def bring(
         self, keys: Sequence[BlockKey], before: Sequence[BlockKey], source: Source
     ) -> bool:
@@ -336,21 +341,25 @@ class Fetcher:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, fetch: Fetch, soon_s: float) -> None:
+        num_flushes = self._parts.num_flushes
         try:
             source = await self._neighbours.source(fetch.keys[fetch.at :])
             if source is not None:
-                await self._bring_all(fetch, source, soon_s)
+                await self._bring_all(fetch, source, soon_s, num_flushes)
         except PoolUnavailableError as error:
             _log.debug("nothing is fetched: the directory is away", reason=error.message)
         finally:
             self._move(fetch, len(fetch.keys))
             fetch.not_soon.set()
 
-    async def _bring_all(self, fetch: Fetch, source: Source, soon_s: float) -> None:
+    async def _bring_all(
+        self, fetch: Fetch, source: Source, soon_s: float, num_flushes: int
+    ) -> None:
+        """Not what may have been flushed here since it was looked up: its holder may not have heard of that."""
         if self._part_s(source) > soon_s:
             fetch.not_soon.set()
         end = fetch.at + min(source.num_blocks, self._most_blocks)
-        while fetch.at < end:
+        while fetch.at < end and self._parts.num_flushes == num_flushes:
             part = fetch.keys[fetch.at : min(fetch.at + self._part_blocks, end)]
             if not await self._parts.bring(part, fetch.keys[: fetch.at], source):
                 return
