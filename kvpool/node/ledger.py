@@ -526,9 +526,12 @@ class NodeLedger:
 
     def renew(self, lease_id: str, lease_s: float, now_s: float) -> bool:
         """Has a lease end `lease_s` from now. Returns False if it is over."""
-        self._expire_leases(now_s)
         lease = self._leases.get(lease_id)
         if lease is None:
+            return False
+        # The other leases are left to the next sweep: a worker renews hundreds at once.
+        if lease.until_s <= now_s:
+            self.release(lease_id)
             return False
         lease.until_s, lease.lease_s = now_s + lease_s, lease_s
         return True

@@ -137,6 +137,19 @@ def test_a_lease_ends_with_its_time():
     assert node.put("xy") == 2
 
 
+def test_a_renewal_looks_at_its_own_lease_and_at_no_other():
+    """A worker renews hundreds at once, and others hold as many."""
+    node = world()
+    node.put("abc")
+    over, kept = (node.ledger.lease(chain("a"), lease_s, 0.0) for lease_s in (5.0, 50.0))
+    assert node.ledger.renew(kept.lease_id, 50.0, 10.0)
+    assert node.ledger.usage().leases == 2, "the other one is left to the next sweep"
+    assert not node.ledger.renew(over.lease_id, 50.0, 10.0)
+    assert node.ledger.usage().leases == 1
+    node.ledger.release(kept.lease_id)
+    node.empty()
+
+
 def test_a_lease_ends_with_its_reader():
     node = world(2)
     node.put("ab")
