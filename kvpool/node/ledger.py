@@ -214,6 +214,7 @@ class NodeLedger:
         size_bytes: int | None = None,
         writer: WorkerIdentity | None = None,
         fetched: bool = False,
+        only_cold: bool = False,
         before: Sequence[BlockKey] = (),
     ) -> PutGrant | PutRefused:
         """Gives slots to write to for blocks that are neither held nor being written, for `put_timeout_s`.
@@ -231,6 +232,7 @@ class NodeLedger:
             fetched: Another node will write. Such a put is never too late: the caller commits or abandons it, but not
                 before that node has stopped writing (see `forget`). Where `owner` names no tenant, whose the blocks are is
                 told with `commit`, and they count against no quota before.
+            only_cold: Nothing that was read of late is evicted.
             before: Blocks of the text that come before them, without which they are of no use.
 
         Returns:
@@ -252,7 +254,9 @@ class NodeLedger:
         if self._blocks.memory.num_free < len(wanted):
             held += self._readable(before)
         has_quota = bool(owner.tenant) or not fetched
-        room = self._make_room(len(wanted), billing.account, held, now_s, has_quota=has_quota)
+        room = self._make_room(
+            len(wanted), billing.account, held, now_s, has_quota=has_quota, only_cold=only_cold
+        )
         if isinstance(room, PutRefused):
             return room
         blocks, memory = self._blocks, self._blocks.memory
@@ -333,7 +337,14 @@ class NodeLedger:
         return list(wanted.items()), held
 
     def _make_room(
-        self, wanted: int, account: Account, held: list[Slot], now_s: float, *, has_quota: bool
+        self,
+        wanted: int,
+        account: Account,
+        held: list[Slot],
+        now_s: float,
+        *,
+        has_quota: bool,
+        only_cold: bool,
     ) -> int | PutRefused:
         """Room for at most `wanted` blocks, without giving up any of `held`."""
         with self._pinned(held):
@@ -341,7 +352,7 @@ class NodeLedger:
             if not room:
                 detail = f"tenant {account.tenant} may hold {account.max_blocks} blocks here"
                 return PutRefused(reason=PutRefusalReason.OVER_QUOTA, detail=detail)
-            room = self._evictor.make_slots(room, account, now_s)
+            room = self._evictor.make_slots(room, account, now_s, only_cold=only_cold)
             return room or PutRefused(reason=PutRefusalReason.FULL, detail="all blocks are in use")
 
     def _readable(self, keys: Iterable[BlockKey]) -> list[Slot]:
@@ -706,6 +717,16 @@ class NodeLedger:
             copies=len(self._blocks.copies),
             tenants=sum(account.blocks > 0 for account in self._accounts),
         )
+
+    def spare_slots(self, now_s: float) -> int:
+        """About how many slots of memory a copy of hot blocks may take: free ones and, where no disk makes room ahead of
+        need, so that memory is full before long and stays so, those whose blocks were not read of late.
+        """
+        blocks, memory = self._blocks, self._blocks.memory
+        if self.tier_moves.disk_works:
+            return memory.num_free
+        cold = memory.num_taken - len(blocks.pinned) - self.read_frequency.num_warm(now_s)
+        return memory.num_free + max(0, cold)
 
     def owners(self) -> tuple[OwnerUsage, ...]:
         """What each tenant takes."""

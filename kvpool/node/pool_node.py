@@ -298,15 +298,16 @@ class PoolNode:
 
     def state(self) -> NodeState:
         """As the directory is told."""
-        usage = self.usage()
-        slot_bytes = 0 if self._store is None else self._store.slab.slot_bytes
+        usage, store = self.usage(), self._store
+        slot_bytes = 0 if store is None else store.slab.slot_bytes
+        spare = 0 if store is None else store.ledger.spare_slots(self._clock.now_s())
         return NodeState(
             node=self.identity,
             address=self._address,
             failure_domain=self._config.failure_domain,
-            free_bytes=usage.slots_free * slot_bytes,
+            free_bytes=spare * slot_bytes,
             capacity_bytes=usage.slots_total * slot_bytes,
-            sick=self._store is not None and self._store.ledger.refuses is not None,
+            sick=store is not None and store.ledger.refuses is not None,
         )
 
     def usage(self) -> NodeUsage:

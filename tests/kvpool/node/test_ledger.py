@@ -607,6 +607,46 @@ def test_a_copy_that_is_read_is_kept_like_any_other_block():
     node.empty()
 
 
+def test_without_a_disk_a_copy_has_the_room_of_what_was_not_read_of_late_and_no_other():
+    node = world(4)
+    node.put("ab")
+    node.put("xy")
+    node.release(node.lease("ab").lease_id)
+    assert node.ledger.usage().slots_free == 0
+    assert node.ledger.spare_slots(node.now_s) == 2
+    put = copy_of(node, "cdef")
+    assert isinstance(put, PutGrant)
+    assert [item.key for item in put.items] == chain("cd")
+    assert node.ledger.held(chain("ab")) == 2
+    node.ledger.commit(put.put_id, [bytes_of(item.key) for item in put.items], node.now_s)
+    for text in ("ab", "cd"):
+        node.ledger.release(node.ledger.lease(chain(text), 1.0, node.now_s).lease_id)
+    node.sweep(5.0)
+    assert node.ledger.spare_slots(node.now_s) == 0
+    assert copy_of(node, "ef") == PutRefused(
+        reason=PutRefusalReason.FULL, detail="all blocks are in use"
+    )
+    assert [node.ledger.held(chain(text)) for text in ("ab", "cd")] == [2, 2]
+    node.sweep(300.0)
+    assert node.ledger.spare_slots(node.now_s) == 4
+    node.empty()
+
+
+def copy_of(node: World, text: str) -> PutGrant | PutRefused:
+    """Another node's hot blocks, whose owner is not known yet."""
+    return node.ledger.reserve(chain(text), owner(""), node.now_s, fetched=True, only_cold=True)
+
+
+def test_a_copy_takes_nothing_from_what_tenants_have_within_their_share():
+    node = world(4)
+    node.put("abc", "t")
+    node.put("x", "u")
+    node.release(node.lease("abc").lease_id)
+    assert isinstance(copy_of(node, "p"), PutRefused)
+    assert [node.ledger.held(chain(text)) for text in ("abc", "x")] == [3, 1]
+    node.empty()
+
+
 def told(node: World, text: str) -> list[str]:
     """What the ledger tells of the last block of a text."""
     return [entry.event for entry in node.ledger.story(chain(text)[-1].hex())]

@@ -235,10 +235,14 @@ async def test_a_text_is_fetched_as_far_as_its_tenants_quota_goes(has_room: bool
     assert world.ledger.counts.failed_fetches == 0
 
 
-async def test_parts_of_a_text_are_brought_behind_those_before_them():
+@pytest.mark.parametrize("copy", [True, False])
+async def test_parts_of_a_text_are_brought_behind_those_before_them(copy: bool) -> None:
     brought: list[tuple[list[BlockKey], list[BlockKey]]] = []
 
-    async def bring(part: Sequence[BlockKey], before: Sequence[BlockKey], _: Source) -> bool:
+    async def bring(
+        part: Sequence[BlockKey], before: Sequence[BlockKey], _: Source, *, only_cold: bool
+    ) -> bool:
+        assert only_cold is copy
         brought.append(([*part], [*before]))
         return True
 
@@ -253,7 +257,9 @@ async def test_parts_of_a_text_are_brought_behind_those_before_them():
         fetch_bytes=1 << 20,
     )
     text = keys(*range(4))
-    await fetcher.bring(text, 1, WAIT_S)
+    fetch = fetcher.start(text, 1, soon_s=WAIT_S, only_cold=copy)
+    assert fetch is not None
+    await soon(fetch.not_soon.wait())
     assert brought == [(text[1:3], text[:1]), (text[3:], text[:3])]
     await fetcher.close()
 
@@ -270,7 +276,7 @@ async def test_what_was_looked_up_before_a_flush_is_not_fetched_after_it(
         if event == flushed_at and not world.ledger.num_flushes:
             world.ledger.flush(Selection(tenant="anna"))
 
-    async def bring(part: Sequence[BlockKey], *_: object) -> bool:
+    async def bring(part: Sequence[BlockKey], *_: object, **__: object) -> bool:
         brought.append([*part])
         flush_at(len(brought))
         return True
