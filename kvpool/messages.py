@@ -134,7 +134,7 @@ class NodeState:
         node: Its name and start.
         address: Where its `Pool` service answers other nodes.
         failure_domain: What fails together with it: a rack, a zone, a host.
-        free_bytes: That could be put without evicting.
+        free_bytes: That a copy of hot blocks may take: free, or of blocks that were not read of late.
         capacity_bytes: Of its memory.
         sick: It takes no new blocks.
         parts: What tenants with a quota have there.

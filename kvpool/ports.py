@@ -67,6 +67,9 @@ class Directory(Protocol):
     async def flush(self, selection: Selection) -> int:
         """Voids every replica that `selection` covers, on all nodes. Returns the flush's number,
         above all before it.
+
+        Raises:
+            OverloadedError: The directory is there, and too many others flush at the same time.
         """
 
 

@@ -17,6 +17,8 @@ to a node that knows better, and whoever reads a block verifies its bytes. Whate
 over and, where it is in the way, removed.
 """
 
+import asyncio
+import random
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from importlib import resources
 from itertools import pairwise
@@ -26,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from baton.errors import PoolUnavailableError, UnavailableError
+from baton.errors import OverloadedError, PoolUnavailableError, UnavailableError
 from baton.ids import BlockKey, WorkerIdentity
 from baton.redis_link import RefusedValues, asked
 from kvpool.directory.statements import Flush, Statements, missed_flushes
@@ -51,9 +53,9 @@ _MOST_AT_ONCE = 1024
 """Blocks per script: Redis serves no other client meanwhile."""
 
 _MOST_REPLICAS = 8
-_FLUSH_TRIES = 5
-_FIRST_LOOK = 1
-"""The attempt that begins with what was there when the first one was made."""
+_FLUSH_TRIES = 128
+_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
+"""Between two of them: at most, per try before it, and ever."""
 
 _Args = list[str | bytes | int]
 
@@ -196,26 +198,34 @@ class RedisDirectory:
 
         Raises:
             InvalidRequestError: A name in the selection is longer than any is.
+            OverloadedError: Others flushed with every try.
         """
         hashes = b"".join(map(_hash, (selection.tenant, selection.scope, selection.model)))
-        words, before = list[bytes](), 0
+        latest, previous = b"", 0
+        before: int | None = None
         for attempt in range(_FLUSH_TRIES):
-            faults = list[str]()
-            told = self._told(words, faults)
-            previous = max((flush.number for flush in told), default=0)
-            if attempt == _FIRST_LOOK:
-                before = previous
-            same = [flush.number for flush in told if flush.selection == selection]
-            if attempt > _FIRST_LOOK and max(same, default=0) > before:
-                return max(same)
+            # A try fails only where another one succeeds: a crowd passes one by one, and sooner spread out.
+            await asyncio.sleep(random.uniform(0.0, min(attempt * _PAUSE_S, _LONGEST_PAUSE_S)))
             sealed = self._statements.seal_flush(selection, previous)
-            args: _Args = [self._prefix, hashes, sealed, words[0] if words else b""]
+            args: _Args = [self._prefix, hashes, sealed, latest]
             reply = await _answer(self._flush(args=args))
-            words = _texts(reply, 2)
+            words, faults = _texts(reply, 2), list[str]()
+            told = self._told(words, faults)
             self._note("pool_flush", reply, faults)
             if reply[1]:
                 return self._statements.open_flush(sealed).number
-        raise PoolUnavailableError("the pool's directory: others flush at the same time")
+            if latest == (words[0] if words else b""):
+                raise _no_reply()  # nothing would have kept the script from it
+            latest = words[0] if words else b""
+            previous = max((flush.number for flush in told), default=0)
+            if before is None:
+                before = previous  # what was there when this call began
+            same = max((flush.number for flush in told if flush.selection == selection), default=0)
+            if same > before:
+                return same
+        raise OverloadedError(
+            "the pool's directory: too many others flush at the same time", retry_after_s=1.0
+        )
 
     def _state(self, sealed: bytes, faults: list[str]) -> NodeState | None:
         try:

@@ -330,6 +330,13 @@ class ReplicaLog:
     def __len__(self) -> int:
         return len(self._known)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._known
+
+    def clear(self) -> None:
+        """The directory has forgotten the node: everything that is held is told anew."""
+        self._known.clear()
+
     def stored(self, key: BlockKey) -> None:
         """The node holds `key`, which it did not."""
         self._known.setdefault(key, False)

@@ -18,9 +18,6 @@ from kvpool.node.accounts import Account, Accounts, Counts
 from kvpool.node.block_store import BlockStore, Slot, SlotAllocator, SlotState
 from kvpool.node.read_frequency import ReadFrequency
 
-_COLD_READS = 0.5
-"""A copy of another node's block that was read less than this of late, once a minute ago, is cold."""
-
 _MORE_LOOKS = 64
 
 
@@ -49,14 +46,19 @@ class Evictor:
         self._low_watermark = low_watermark
         self._idle_s = idle_s
 
-    def make_slots(self, wanted: int, account: Account, now_s: float) -> int:
-        """Frees slots of memory for `account` until `wanted` are free. Returns how many of these there are."""
+    def make_slots(
+        self, wanted: int, account: Account, now_s: float, *, only_cold: bool = False
+    ) -> int:
+        """Frees slots of memory for `account` until `wanted` are free. Returns how many of these there are.
+        With `only_cold` nothing goes that was read of late.
+        """
         memory = self._blocks.memory
         short = wanted - memory.num_free
         if short > 0:
             short -= self._evict_copies(short, now_s)
         if short > 0:
-            self._evict(self._choose(memory, short, now_s, account, wanted))
+            chosen = self._choose(memory, short, now_s, account, wanted, only_cold=only_cold)
+            self._evict(chosen)
         return min(wanted, memory.num_free)
 
     def make_extents(self, wanted: int, account: Account, now_s: float) -> None:
@@ -71,19 +73,21 @@ class Evictor:
         on the disk, in the order of memory's policy, which alone knows what was read since.
         """
         blocks, target = self._blocks, account.blocks - excess
-        for tier, may_go in (
-            (blocks.disk, self._may_go_from_disk_alone),
-            (blocks.memory, self._may_go_everywhere),
+        # Where most blocks are in both tiers, looking for one that the disk alone has may take a look at all of them: no
+        # more are looked for than there must be. There are more where a slot of memory is in quarantine: they go last.
+        on_disk_alone = account.blocks - account.memory.taken
+        for tier, may_go, most in (
+            (blocks.disk, self._may_go_from_disk_alone, on_disk_alone),
+            (blocks.memory, self._may_go_everywhere, excess),
+            (blocks.disk, self._may_go_from_disk_alone, excess),
         ):
-            while account.blocks > target:
-                slots = tier.victims(account, account.blocks - target, may_go)
-                if not slots:
-                    break
-                for slot in slots:
-                    copy = blocks.disk.named.get(slot.key)
-                    if copy is not None and copy is not slot:
-                        blocks.give_up(copy)
-                self._evict(slots)
+            count = min(account.blocks - target, most)
+            slots = tier.victims(account, count, may_go) if count > 0 else []
+            for slot in slots:
+                copy = blocks.disk.named.get(slot.key)
+                if copy is not None and copy is not slot:
+                    blocks.give_up(copy)
+            self._evict(slots)
 
     def choose_demotions(
         self, num_leaving: int, now_s: float
@@ -123,7 +127,7 @@ class Evictor:
                 break
             slot = blocks.memory.named[key]
             idle = slot.state is SlotState.RESIDENT and blocks.may_go(slot)
-            if idle and frequency.of(key, now_s) < _COLD_READS:
+            if idle and frequency.is_cold(key, now_s):
                 blocks.give_up(slot)
                 dropped.append(slot)
             else:
@@ -133,7 +137,14 @@ class Evictor:
         return len(dropped)
 
     def _choose(
-        self, tier: SlotAllocator, need: int, now_s: float, asking: Account | None, incoming: int
+        self,
+        tier: SlotAllocator,
+        need: int,
+        now_s: float,
+        asking: Account | None,
+        incoming: int,
+        *,
+        only_cold: bool = False,
     ) -> list[Slot]:
         """At most `need` resident blocks, which their policies have given up."""
         chosen: list[Slot] = []
@@ -144,6 +155,8 @@ class Evictor:
             able = []
             for (account, claim), give in zip(claims, gives, strict=True):
                 slots = tier.victims(account, give, gate) if give else []
+                if only_cold:
+                    slots = self._cold(tier, slots, now_s)
                 chosen += slots
                 claim.taken -= len(slots)
                 if len(slots) == give:
@@ -152,6 +165,18 @@ class Evictor:
                 break
             claims = able
         return chosen
+
+    def _cold(self, tier: SlotAllocator, slots: list[Slot], now_s: float) -> list[Slot]:
+        """Those of a policy's victims that were not read of late; the others stay, as if they had just come. Not left to
+        the policy: it might look at all that was read, one by one.
+        """
+        cold = []
+        for slot in slots:
+            if self._read_frequency.is_cold(slot.key, now_s):
+                cold.append(slot)
+            else:
+                tier.admit((slot,))
+        return cold
 
     def _claims(
         self, tier: SlotAllocator, now_s: float, asking: Account | None, incoming: int

@@ -154,6 +154,7 @@ class NodeLedger:
         counts: Of what happened; the shell adds what only it sees.
         read_frequency: How often blocks were read of late.
         tier_moves: What is on its way between memory and disk; the shell answers to it.
+        num_flushes: That were carried out. What others held before one may be what it covers.
         refuses: Why the node takes no new blocks, because it is sick or will stop; None where it takes them. What it
             holds it serves all the same. A disk that fails does not belong here: `TierMoves.io_failed` says enough.
 
@@ -166,6 +167,7 @@ class NodeLedger:
         self._name = name
         self.counts = Counts()
         self.read_frequency = ReadFrequency()
+        self.num_flushes = 0
         self.refuses: PutRefusalReason | None = None
         self._accounts = Accounts(
             block_bytes=limits.slot_bytes,
@@ -212,6 +214,7 @@ class NodeLedger:
         size_bytes: int | None = None,
         writer: WorkerIdentity | None = None,
         fetched: bool = False,
+        only_cold: bool = False,
         before: Sequence[BlockKey] = (),
     ) -> PutGrant | PutRefused:
         """Gives slots to write to for blocks that are neither held nor being written, for `put_timeout_s`.
@@ -229,6 +232,7 @@ class NodeLedger:
             fetched: Another node will write. Such a put is never too late: the caller commits or abandons it, but not
                 before that node has stopped writing (see `forget`). Where `owner` names no tenant, whose the blocks are is
                 told with `commit`, and they count against no quota before.
+            only_cold: Nothing that was read of late is evicted.
             before: Blocks of the text that come before them, without which they are of no use.
 
         Returns:
@@ -250,7 +254,9 @@ class NodeLedger:
         if self._blocks.memory.num_free < len(wanted):
             held += self._readable(before)
         has_quota = bool(owner.tenant) or not fetched
-        room = self._make_room(len(wanted), billing.account, held, now_s, has_quota=has_quota)
+        room = self._make_room(
+            len(wanted), billing.account, held, now_s, has_quota=has_quota, only_cold=only_cold
+        )
         if isinstance(room, PutRefused):
             return room
         blocks, memory = self._blocks, self._blocks.memory
@@ -331,7 +337,14 @@ class NodeLedger:
         return list(wanted.items()), held
 
     def _make_room(
-        self, wanted: int, account: Account, held: list[Slot], now_s: float, *, has_quota: bool
+        self,
+        wanted: int,
+        account: Account,
+        held: list[Slot],
+        now_s: float,
+        *,
+        has_quota: bool,
+        only_cold: bool,
     ) -> int | PutRefused:
         """Room for at most `wanted` blocks, without giving up any of `held`."""
         with self._pinned(held):
@@ -339,7 +352,7 @@ class NodeLedger:
             if not room:
                 detail = f"tenant {account.tenant} may hold {account.max_blocks} blocks here"
                 return PutRefused(reason=PutRefusalReason.OVER_QUOTA, detail=detail)
-            room = self._evictor.make_slots(room, account, now_s)
+            room = self._evictor.make_slots(room, account, now_s, only_cold=only_cold)
             return room or PutRefused(reason=PutRefusalReason.FULL, detail="all blocks are in use")
 
     def _readable(self, keys: Iterable[BlockKey]) -> list[Slot]:
@@ -372,14 +385,19 @@ class NodeLedger:
         size_bytes: int | None,
     ) -> int:
         """Blocks that were written are held, the other slots are free. Returns how many were written."""
-        written, void = [], put.slots[len(checksums) :]
+        written, void = list[Slot](), put.slots[len(checksums) :]
+        rebilled = list[Slot]()
         for slot, sums, owner in zip(put.slots, checksums, owners or repeat(None), strict=False):
-            wanted = slot.state is _RESERVED and not put.is_flushed(owner or slot.billing.owner)
-            if sums and wanted and self._rebill(slot, owner, size_bytes):
+            if sums and slot.state is _RESERVED and not put.is_flushed(owner or slot.billing.owner):
                 slot.checksums = sums
                 written.append(slot)
+                if self._rebill(slot, owner, size_bytes):
+                    rebilled.append(slot)
             else:
                 void.append(slot)
+        beyond = self._beyond_quota(rebilled)
+        void += beyond
+        written = [slot for slot in written if slot not in beyond]
         self._story.record(f"void in {put.put_id}", void)
         self._stop_writing(void)
         self._blocks.make_resident(written)
@@ -392,14 +410,29 @@ class NodeLedger:
         return len(written)
 
     def _rebill(self, slot: Slot, owner: Owner | None, size_bytes: int | None) -> bool:
-        """Whether a block may be held for the owner that it turns out to have; None for the one it was reserved for."""
+        """Whether a block turns out to have another owner or size than it was reserved for; `owner` is None for the same."""
         was: Billing = slot.billing
         billing = self._accounts.billing(owner or was.owner, size_bytes or was.size_bytes)
         if billing is was:
-            return True
+            return False
         self._blocks.rebill(slot, billing)
-        self._evictor.trim(billing.account, billing.account.over)
-        return not billing.account.over
+        return True
+
+    def _beyond_quota(self, slots: Sequence[Slot]) -> dict[Slot, None]:
+        """Those of newly billed blocks, the last ones of each tenant, that its quota has no room for,
+        whatever else of it goes.
+        """
+        over = dict[Account, int]()
+        for account in dict.fromkeys(slot.billing.account for slot in slots):
+            self._evictor.trim(account, account.over)
+            over[account] = account.over
+        beyond = dict[Slot, None]()
+        for slot in reversed(slots):
+            account = slot.billing.account
+            if over[account] > 0:
+                over[account] -= 1
+                beyond[slot] = None
+        return beyond
 
     def _close_put(self, put_id: str) -> _Put | None:
         for puts in (self._open_puts, self._zombies, self._fetched_puts):
@@ -504,9 +537,12 @@ class NodeLedger:
 
     def renew(self, lease_id: str, lease_s: float, now_s: float) -> bool:
         """Has a lease end `lease_s` from now. Returns False if it is over."""
-        self._expire_leases(now_s)
         lease = self._leases.get(lease_id)
         if lease is None:
+            return False
+        # The other leases are left to the next sweep: a worker renews hundreds at once.
+        if lease.until_s <= now_s:
+            self.release(lease_id)
             return False
         lease.until_s, lease.lease_s = now_s + lease_s, lease_s
         return True
@@ -567,12 +603,22 @@ class NodeLedger:
         """What is known of a block; None where it is not held."""
         return self._blocks.find(key)
 
-    def stored(self) -> Iterator[Stored]:
-        """Everything that is held, for a directory that has forgotten this node."""
-        for key in dict.fromkeys((*self._blocks.memory.named, *self._blocks.disk.named)):
-            stored = self._blocks.find(key)
-            if stored is not None:
-                yield stored
+    def take_stored(self) -> Iterator[Stored]:
+        """Everything that is held now, for a directory that has forgotten this node; found bit by bit, since there may be
+        millions of blocks. What changes before its turn is left out: `take_replica_changes` tells of it, and of nothing
+        that was before.
+        """
+        blocks = self._blocks
+        blocks.replicas.clear()
+        held = [(tier.tier, list(tier.named)) for tier in (blocks.memory, blocks.disk)]
+        return self._unchanged(held)
+
+    def _unchanged(self, held: Sequence[tuple[Tier, list[BlockKey]]]) -> Iterator[Stored]:
+        for tier, keys in held:
+            for key in keys:
+                stored = None if key in self._blocks.replicas else self._blocks.find(key)
+                if stored is not None and stored.tier is tier:  # it may be in both
+                    yield stored
 
     def drop(self, keys: Iterable[BlockKey]) -> int:
         """A reader found other bytes than were put: the blocks are held no longer. Returns how many were."""
@@ -587,6 +633,7 @@ class NodeLedger:
 
         Readers of one may finish; its slot is free after that.
         """
+        self.num_flushes += 1
         covered, disk = self._accounts.covered(selection), self._blocks.disk
         num_held, extents = 0, [slot for slot in disk.slots() if slot.state is _S.CONDEMNED]
         for tier in (self._blocks.memory, disk):
@@ -670,6 +717,16 @@ class NodeLedger:
             copies=len(self._blocks.copies),
             tenants=sum(account.blocks > 0 for account in self._accounts),
         )
+
+    def spare_slots(self, now_s: float) -> int:
+        """About how many slots of memory a copy of hot blocks may take: free ones and, where no disk makes room ahead of
+        need, so that memory is full before long and stays so, those whose blocks were not read of late.
+        """
+        blocks, memory = self._blocks, self._blocks.memory
+        if self.tier_moves.disk_works:
+            return memory.num_free
+        cold = memory.num_taken - len(blocks.pinned) - self.read_frequency.num_warm(now_s)
+        return memory.num_free + max(0, cold)
 
     def owners(self) -> tuple[OwnerUsage, ...]:
         """What each tenant takes."""

@@ -2,13 +2,14 @@
 and its part of tenants' quotas.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
 from baton.clock import Clock
-from baton.errors import PoolUnavailableError
+from baton.errors import OverloadedError, PoolUnavailableError
+from baton.ids import WorkerIdentity
 from baton.telemetry.logs import get_logger
 from kvpool.messages import DirectoryChanges, NodeState, Selection, Stored
 from kvpool.node.ledger import NodeLedger
@@ -26,8 +27,8 @@ class LedgerView(Protocol):
     def take_replica_changes(self, limit: int = 4096) -> DirectoryChanges | None:
         """What the directory has yet to be told."""
 
-    def stored(self) -> Iterable[Stored]:
-        """Everything that is held."""
+    def take_stored(self) -> Iterator[Stored]:
+        """Everything that is held now; what changes before its turn is left to the changes."""
 
 
 class FlushTarget(Protocol):
@@ -57,6 +58,7 @@ class DirectoryClient:
         self._flushes = flushes
         self._lease_s = lease_s
         self._reachable: bool | None = None  # None before it is first asked
+        self._earlier_starts_ended = False
 
     @property
     def reachable(self) -> bool:
@@ -64,7 +66,8 @@ class DirectoryClient:
         return bool(self._reachable)
 
     async def renew(self, state: NodeState) -> tuple[NodeState, ...] | None:
-        """Prolongs the lease, carries out flushes of others, and tells everything to a directory that knows nothing.
+        """Prolongs the lease, carries out flushes of others, and tells everything to a directory that knows nothing. The
+        first time it ends the leases of earlier starts of this node.
 
         Returns:
             What the living nodes say of themselves; None where the directory is away.
@@ -72,6 +75,8 @@ class DirectoryClient:
         try:
             if not self._reachable:
                 await self._directory.retire(state.node)  # some change may never have arrived
+            if not self._earlier_starts_ended:
+                await self._end_earlier_starts(state.node)
             if await self._prolong(state):
                 await self._tell_all(state)
             self._reachable = True
@@ -89,9 +94,14 @@ class DirectoryClient:
             self._lost(error)
 
     async def flush(self, selection: Selection) -> bool:
-        """Has all nodes give up what `selection` covers; False where the directory is away and only this node will."""
+        """Has all nodes give up what `selection` covers; False where the directory is away, or so many others flush that
+        it did not come to that, and only this node will.
+        """
         try:
             await self._directory.flush(selection)
+        except OverloadedError as error:
+            _log.warning("a flush is not told to other nodes", reason=error.message)
+            return False
         except PoolUnavailableError as error:
             self._lost(error)
             return False
@@ -104,6 +114,18 @@ class DirectoryClient:
         except PoolUnavailableError as error:
             self._lost(error)
 
+    async def _end_earlier_starts(self, node: WorkerIdentity) -> None:
+        """A start that was killed has its lease for a while: what it held is void, and tenants have it no more.
+
+        Once per start. Of two nodes that are configured with one name, against the rules, the first one registers again
+        with its next renewal, and both are known from then on.
+        """
+        for other in await self._directory.nodes():
+            if other.node.worker_id == node.worker_id and other.node != node:
+                _log.info("the lease of another start of this node is ended", start=str(other.node))
+                await self._directory.retire(other.node)
+        self._earlier_starts_ended = True
+
     async def _prolong(self, state: NodeState) -> bool:
         """Prolongs the lease and carries out flushes of others; whether the directory knows nothing of the node."""
         carried_out = self._flushes.flushes_carried_out
@@ -114,9 +136,7 @@ class DirectoryClient:
 
     async def _tell_all(self, state: NodeState) -> None:
         """May take longer than a lease: a large node has millions of blocks."""
-        while self._ledger.take_replica_changes() is not None:
-            continue  # all of it stands in what is told now
-        stored = iter(list(self._ledger.stored()))  # it changes while the directory is told
+        stored = self._ledger.take_stored()
         while part := tuple(islice(stored, _AT_ONCE)):
             await self._directory.publish(state.node, DirectoryChanges(stored=part))
             if await self._prolong(state):

@@ -12,7 +12,12 @@ from functools import partial
 from baton.blocks import BlockChanges
 from baton.clock import Clock
 from baton.config.schema import PoolConfig
-from baton.errors import IncompatibleError, PoolUnavailableError, UnavailableError
+from baton.errors import (
+    IncompatibleError,
+    OverloadedError,
+    PoolUnavailableError,
+    UnavailableError,
+)
 from baton.ids import BlockKey, WorkerIdentity
 from baton.layout import KvLayout
 from baton.story import StoryEntry
@@ -39,7 +44,7 @@ from kvpool.ports import Directory, Peers
 
 _NOTHING = BlockLease(lease_id="")
 _EMPTY = PutRefused(reason=PutRefusalReason.SICK, detail="no worker has attached yet")
-_UNTOLD = "the pool's directory is away: other nodes have not been told of the flush"
+_UNTOLD = "the pool's directory did not take the flush: other nodes have not been told of it"
 _UNREMEMBERED = (
     "no worker has attached since the node started: what its disk holds is flushed when one does,"
     " but not if the node starts again before that"
@@ -249,7 +254,7 @@ class PoolNode:
         faults, remembers = [], self._config.directory != "memory"
         try:
             await self._directory.flush(selection)
-        except PoolUnavailableError:
+        except (PoolUnavailableError, OverloadedError):
             faults, remembers = [_UNTOLD], False
         if self._storage_config.open_disk is not None and not remembers:
             faults.append(_UNREMEMBERED)
@@ -293,15 +298,16 @@ class PoolNode:
 
     def state(self) -> NodeState:
         """As the directory is told."""
-        usage = self.usage()
-        slot_bytes = 0 if self._store is None else self._store.slab.slot_bytes
+        usage, store = self.usage(), self._store
+        slot_bytes = 0 if store is None else store.slab.slot_bytes
+        spare = 0 if store is None else store.ledger.spare_slots(self._clock.now_s())
         return NodeState(
             node=self.identity,
             address=self._address,
             failure_domain=self._config.failure_domain,
-            free_bytes=usage.slots_free * slot_bytes,
+            free_bytes=spare * slot_bytes,
             capacity_bytes=usage.slots_total * slot_bytes,
-            sick=self._store is not None and self._store.ledger.refuses is not None,
+            sick=store is not None and store.ledger.refuses is not None,
         )
 
     def usage(self) -> NodeUsage:

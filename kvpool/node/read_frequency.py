@@ -9,6 +9,10 @@ import numpy as np
 from baton.ids import BlockKey
 
 HALF_LIFE_S = 60.0
+_COLD_READS = 0.5
+"""A block that was read less than this of late, once a minute ago, is cold."""
+
+_COUNTED_EVERY_S = 2.0
 _MAX_DEPTH = 1024
 """Blocks of a text that are counted: what many texts have in common is at their beginning."""
 
@@ -29,6 +33,8 @@ class ReadFrequency:
     def __init__(self) -> None:
         self._counts: dict[BlockKey, float] = {}
         self._began_s = 0.0
+        self._num_warm = 0
+        self._counted_s = float("-inf")
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -45,6 +51,18 @@ class ReadFrequency:
     def of(self, key: BlockKey, now_s: float) -> float:
         """Reads of late; 0 for a block that was not read."""
         return self._counts.get(key, 0.0) / self._weight(now_s)
+
+    def is_cold(self, key: BlockKey, now_s: float) -> bool:
+        """Whether a block was hardly read of late, or not at all."""
+        return self.of(key, now_s) < _COLD_READS
+
+    def num_warm(self, now_s: float) -> int:
+        """About how many blocks are not cold, some of which may have gone; counted anew every few seconds."""
+        if now_s - self._counted_s >= _COUNTED_EVERY_S:
+            least = _COLD_READS * self._weight(now_s)
+            counts = np.fromiter(self._counts.values(), np.float64, count=len(self._counts))
+            self._num_warm, self._counted_s = int(np.count_nonzero(counts >= least)), now_s
+        return self._num_warm
 
     def _weight(self, now_s: float) -> float:
         """What a read adds now."""

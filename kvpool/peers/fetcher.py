@@ -48,12 +48,14 @@ class Fetch:
     Attributes:
         keys: Of the text.
         at: So many of them are here, or need not be fetched.
+        only_cold: Nothing that was read of late is evicted for them: another node's readers want them.
         not_soon: Set once it is known that nothing will come in the time that its first reader waits,
             and when it is over.
     """
 
     keys: tuple[BlockKey, ...]
     at: int
+    only_cold: bool
     not_soon: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -102,14 +104,32 @@ class PartFetcher:
         self._clock = clock
         self._numbers = itertools.count(1)
 
+    @property
+    def num_flushes(self) -> int:
+        """That this node has carried out: what was looked up before one may be what it covers."""
+        return self._store.ledger.num_flushes
+
     async def bring(
-        self, keys: Sequence[BlockKey], before: Sequence[BlockKey], source: Source
+        self,
+        keys: Sequence[BlockKey],
+        before: Sequence[BlockKey],
+        source: Source,
+        *,
+        only_cold: bool = False,
     ) -> bool:
-        """Brings what is missing of `keys`, which follow those `before` in their text. Returns whether to go on: not where
-        their tenant has no room for all of them.
+        """Brings what is missing of `keys`, which follow those `before` in their text; see `NodeLedger.reserve` for
+        `only_cold`. Returns whether to go on: not where their tenant has no room for all of them.
         """
         ledger, now_s = self._store.ledger, self._clock.now_s()
-        put = ledger.reserve(keys, _UNKNOWN, now_s, first=len(before), fetched=True, before=before)
+        put = ledger.reserve(
+            keys,
+            _UNKNOWN,
+            now_s,
+            first=len(before),
+            fetched=True,
+            only_cold=only_cold,
+            before=before,
+        )
         self._store.carry_out()
         if not isinstance(put, PutGrant):
             return False
@@ -309,7 +329,9 @@ class Fetcher:
         except TimeoutError:
             return  # what has come by now is worth having
 
-    def start(self, keys: Sequence[BlockKey], held: int, *, soon_s: float) -> Fetch | None:
+    def start(
+        self, keys: Sequence[BlockKey], held: int, *, soon_s: float, only_cold: bool = False
+    ) -> Fetch | None:
         """Begins to bring them, or finds that they are being fetched; None where too much is under way,
         or the node stops.
 
@@ -317,11 +339,12 @@ class Fetcher:
             keys: Of the text, from its first block on.
             held: So many are here.
             soon_s: A part that is expected to take longer is not worth waiting for.
+            only_cold: See `NodeLedger.reserve`.
         """
         known = self._fetches.get(keys[held])
         if known is not None or self._closed or len(self._tasks) >= _MAX_FETCHES:
             return known
-        fetch = self._fetches[keys[held]] = Fetch(tuple(keys), held)
+        fetch = self._fetches[keys[held]] = Fetch(tuple(keys), held, only_cold)
         task = asyncio.create_task(self._run(fetch, soon_s), name="pool-fetch")
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -336,23 +359,28 @@ class Fetcher:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, fetch: Fetch, soon_s: float) -> None:
+        num_flushes = self._parts.num_flushes
         try:
             source = await self._neighbours.source(fetch.keys[fetch.at :])
             if source is not None:
-                await self._bring_all(fetch, source, soon_s)
+                await self._bring_all(fetch, source, soon_s, num_flushes)
         except PoolUnavailableError as error:
             _log.debug("nothing is fetched: the directory is away", reason=error.message)
         finally:
             self._move(fetch, len(fetch.keys))
             fetch.not_soon.set()
 
-    async def _bring_all(self, fetch: Fetch, source: Source, soon_s: float) -> None:
+    async def _bring_all(
+        self, fetch: Fetch, source: Source, soon_s: float, num_flushes: int
+    ) -> None:
+        """Not what may have been flushed here since it was looked up: its holder may not have heard of that."""
         if self._part_s(source) > soon_s:
             fetch.not_soon.set()
         end = fetch.at + min(source.num_blocks, self._most_blocks)
-        while fetch.at < end:
+        while fetch.at < end and self._parts.num_flushes == num_flushes:
             part = fetch.keys[fetch.at : min(fetch.at + self._part_blocks, end)]
-            if not await self._parts.bring(part, fetch.keys[: fetch.at], source):
+            before = fetch.keys[: fetch.at]
+            if not await self._parts.bring(part, before, source, only_cold=fetch.only_cold):
                 return
             self._move(fetch, fetch.at + len(part))
 

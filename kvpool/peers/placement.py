@@ -103,7 +103,7 @@ def has_room(state: NodeState, need_bytes: int) -> bool:
 
 
 def leaves_room(free: int, capacity: int, need: int) -> bool:
-    """Whether a node is not full once it took a copy; all three in bytes, or in slots."""
+    """Whether a node is not full once it took a copy; all three in bytes, or in slots. `free` is what a copy may take."""
     return free - need >= _FREE_SHARE * capacity
 
 

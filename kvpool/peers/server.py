@@ -147,7 +147,7 @@ class PeerRequestHandler:
         return permit
 
     def _take(self, asked: pb.TakeReplica) -> None:
-        """Begins to bring copies, where there is room.
+        """Begins to bring copies, where there is room without what was read of late.
 
         Raises:
             OverloadedError: There is none, or the node takes nothing new.
@@ -157,10 +157,11 @@ class PeerRequestHandler:
         held = ledger.held(keys)
         if held == len(keys):
             return
-        room = leaves_room(usage.slots_free, usage.slots_total, len(keys) - held)
+        spare = ledger.spare_slots(self._clock.now_s())
+        room = leaves_room(spare, usage.slots_total, len(keys) - held)
         if not room or ledger.refuses is not None:
             raise OverloadedError("the node takes no copies now", retry_after_s=1.0)
-        if self._fetcher.start(keys, held, soon_s=0.0) is None:
+        if self._fetcher.start(keys, held, soon_s=0.0, only_cold=True) is None:
             raise OverloadedError("the node fetches too much already", retry_after_s=1.0)
 
 

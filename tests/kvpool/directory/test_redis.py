@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from baton.errors import InvalidRequestError, PoolUnavailableError
+from baton.errors import InvalidRequestError, OverloadedError, PoolUnavailableError
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from baton.redis_link import RefusedValues, open_redis
-from kvpool.directory.redis import RedisDirectory, found_chain
+from kvpool.directory.redis import _FLUSH_TRIES, RedisDirectory, found_chain
+from kvpool.directory.statements import Statements
 from kvpool.messages import DirectoryChanges, NodeState, Owner, Selection, Stored, TenantPart, Tier
 from tests.redis_servers import KINDS, a_redis
 
@@ -349,6 +350,67 @@ async def test_a_flush_that_all_nodes_are_asked_for_at_once_succeeds_on_each(
             renewal = await directory.renew(state("pool-0"), 60.0, first)
             assert set(renewal.selections) == {selection}
             assert renewal.flushes == max(numbers)
+
+
+class Crowded:
+    """A Redis in which another one flushes before each of the first `num_others` flushes that it is asked for."""
+
+    def __init__(self, num_others: int, selection: Selection) -> None:
+        self.tries = 0
+        self._words = list[bytes]()
+        self._selection = selection
+        self._num_others = num_others
+        self._statements = Statements(SECRET, "test:pool2")
+
+    def register_script(self, _text: str) -> Any:
+        async def answer(args: list[bytes]) -> list[object]:
+            self.tries += 1
+            if self.tries > self._num_others:
+                assert args[3] == self._words[0]
+                return [0, 1]
+            previous = self._statements.open_flush(self._words[0]).number if self._words else 0
+            is_last = self.tries == self._num_others
+            selection = self._selection if is_last else Selection(tenant=f"t{self.tries}")
+            self._words.insert(0, self._statements.seal_flush(selection, previous))
+            return [0, 0, *self._words[:64]]
+
+        return answer
+
+
+@pytest.mark.parametrize("num_others", [2, 5, 70])
+async def test_a_flush_succeeds_however_many_others_come_before_it(num_others: int) -> None:
+    crowd = Crowded(num_others, Selection(tenant="bert"))
+    directory, _ = directory_on(crowd)  # type: ignore[arg-type]  # what it needs of Redis
+    assert await directory.flush(Selection(tenant="anna")) > 0
+    assert crowd.tries == num_others + 1
+
+
+async def test_a_flush_that_finds_itself_done_with_its_last_look_is_not_said_to_have_failed() -> (
+    None
+):
+    crowd = Crowded(_FLUSH_TRIES, Selection(tenant="anna"))
+    directory, _ = directory_on(crowd)  # type: ignore[arg-type]  # what it needs of Redis
+    assert await directory.flush(Selection(tenant="anna")) > 0
+    assert crowd.tries == _FLUSH_TRIES
+
+
+async def test_a_crowd_that_never_ends_is_no_directory_that_is_away() -> None:
+    crowd = Crowded(10 * _FLUSH_TRIES, Selection(tenant="anna"))
+    directory, _ = directory_on(crowd)  # type: ignore[arg-type]  # what it needs of Redis
+    with pytest.raises(OverloadedError, match="too many others flush"):
+        await directory.flush(Selection(tenant="anna"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_flushes_of_many_selections_at_once_all_succeed(kind: str, tmp_path: Path) -> None:
+    async with a_redis(kind, tmp_path) as url, open_redis(url, timeout_s=5.0) as redis:
+        directory, _ = directory_on(redis)
+        first = await directory.flush(Selection(tenant="first"))
+        await directory.renew(state("pool-0"), 60.0, first)
+        asked = [Selection(tenant=f"t{n}") for n in range(12)]
+        await asyncio.gather(*(directory.flush(each) for each in asked for _ in range(4)))
+        renewal = await directory.renew(state("pool-0"), 60.0, first)
+        assert set(renewal.selections) == set(asked)
 
 
 async def test_a_flush_of_too_long_a_name_is_refused_by_the_fields_name(tmp_path: Path) -> None:

@@ -238,9 +238,9 @@ class World:
         assert not self.directory
 
     def flush(self, **selection: str) -> int:
-        before = {stored.key for stored in self.ledger.stored()}
+        before = set(self.directory)
         count = self.ledger.flush(Selection(**selection)).num_held
-        after = {stored.key for stored in self.ledger.stored()}
+        after = {held for held in before if self.ledger.find(held) is not None}
         assert count == len(before - after)
         self.pinned &= after
         self._lost(before - after)
@@ -267,7 +267,9 @@ class World:
             reader.gone |= keys
 
     def _check_seen(self):
-        stored = {entry.key: entry for entry in self.ledger.stored()}
+        entries = list(self.ledger.take_stored())
+        stored = {entry.key: entry for entry in entries}
+        assert len(stored) == len(entries)
         assert stored == self.directory
         assert set(self.router._held) == set(stored)
         assert all(self.ledger.held([name]) == 1 for name in stored)

@@ -6,9 +6,13 @@ import pytest
 
 from baton.errors import InvariantError
 from baton.ids import BlockKey
+from kvpool.eviction.lru import LeastRecentlyUsed
+from kvpool.eviction.policy import MayGo
+from kvpool.eviction.select import POLICIES
 from kvpool.messages import (
     Allowance,
     DiskBlock,
+    Promote,
     PutGrant,
     PutRefusalReason,
     PutRefused,
@@ -133,6 +137,19 @@ def test_a_lease_ends_with_its_time():
     assert node.put("xy") == 2
 
 
+def test_a_renewal_looks_at_its_own_lease_and_at_no_other():
+    """A worker renews hundreds at once, and others hold as many."""
+    node = world()
+    node.put("abc")
+    over, kept = (node.ledger.lease(chain("a"), lease_s, 0.0) for lease_s in (5.0, 50.0))
+    assert node.ledger.renew(kept.lease_id, 50.0, 10.0)
+    assert node.ledger.usage().leases == 2, "the other one is left to the next sweep"
+    assert not node.ledger.renew(over.lease_id, 50.0, 10.0)
+    assert node.ledger.usage().leases == 1
+    node.ledger.release(kept.lease_id)
+    node.empty()
+
+
 def test_a_lease_ends_with_its_reader():
     node = world(2)
     node.put("ab")
@@ -159,7 +176,9 @@ def test_a_probe_changes_nothing(eviction):
         for _ in range(5 if node is probed else 0):
             assert node.ledger.held(chain("ab")) == 2
         node.put("p")
-    assert {s.key for s in quiet.ledger.stored()} == {s.key for s in probed.ledger.stored()}
+    assert {s.key for s in quiet.ledger.take_stored()} == {
+        s.key for s in probed.ledger.take_stored()
+    }
     assert probed.ledger.usage() == quiet.ledger.usage()
 
 
@@ -358,6 +377,87 @@ def test_a_quota_takes_what_was_read_longest_ago_though_it_was_loaded_last():
     node.empty()
 
 
+class Watched(LeastRecentlyUsed):
+    """Counts how often victims were asked for, and how many blocks were looked at for that."""
+
+    asked, looks = 0, 0
+
+    def victims(self, count: int, may_go: MayGo) -> list[BlockKey]:
+        def looked_at(block: BlockKey) -> bool:
+            Watched.looks += 1
+            return may_go(block)
+
+        Watched.asked += 1
+        return super().victims(count, looked_at)
+
+
+def at_quota(num_blocks: int, *, in_memory: int) -> NodeLedger:
+    """A tenant has as many blocks on the disk as it may, and the first of them in memory too."""
+    blocks = [BlockKey(number.to_bytes(16, "little")) for number in range(num_blocks)]
+    found = [
+        DiskBlock(
+            extent=at,
+            epoch=1 + at,
+            key=block,
+            owner=owner(),
+            size_bytes=SLOT_BYTES,
+            position=at,
+            checksums=b"x",
+        )
+        for at, block in enumerate(blocks)
+    ]
+    sizes = limits(2 * num_blocks, 2 * num_blocks, ssd_eviction="watched")
+    node = NodeLedger(sizes, "n", found)
+    lease = node.lease(blocks[:in_memory], 30.0, 0.0)
+    for action in node.take_actions():
+        assert isinstance(action, Promote)
+        node.tier_moves.loaded(action)
+    node.release(lease.lease_id)
+    node.allow("t", Allowance(max_bytes=num_blocks * SLOT_BYTES))
+    return node
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
+    monkeypatch.setitem(POLICIES, "watched", Watched)
+    monkeypatch.setattr(Watched, "looks", 0)
+    monkeypatch.setattr(Watched, "asked", 0)
+    return Watched
+
+
+def test_room_in_a_quota_is_not_looked_for_on_a_disk_that_has_nothing_alone(watched: type[Watched]):
+    node = at_quota(500, in_memory=500)
+    put = node.reserve(chain("abcdefgh"), owner(), 0.0)
+    assert isinstance(put, PutGrant)
+    assert node.commit(put.put_id, [b"x"] * 8, 0.0) == 8
+    assert sum(one.blocks for one in node.owners()) == 500
+    assert watched.looks == 0
+    node.check_integrity()
+
+
+def test_room_for_blocks_whose_owner_is_learned_late_is_looked_for_once(watched: type[Watched]):
+    node = at_quota(500, in_memory=400)
+    put = node.reserve(chain("abcdefgh"), owner(""), 0.0, fetched=True)
+    assert isinstance(put, PutGrant)
+    assert node.commit(put.put_id, [b"x"] * 8, 0.0, [owner()] * 8) == 8
+    assert sum(one.blocks for one in node.owners()) == 500
+    assert node.usage().ssd_blocks == 492, "what the disk alone has goes first"
+    assert watched.asked == 1
+    node.check_integrity()
+
+
+def test_of_blocks_whose_owner_is_learned_late_those_beyond_its_quota_are_not_held():
+    node = world()
+    node.ledger.allow("t", Allowance(max_bytes=3 * SLOT_BYTES))
+    assert node.put("xy", "t") == 2
+    lease = node.lease("x")
+    put = node.reserve("abc", "node")
+    assert node.commit(put.put_id, owners=[owner("t")] * 3) == 2
+    assert [node.ledger.held(chain(text)) for text in ("abc", "xy")] == [2, 1]
+    node.release(lease.lease_id)
+    node.empty()
+
+
 def test_a_disk_that_names_an_extent_twice_is_refused():
     block = DiskBlock(
         extent=0,
@@ -381,6 +481,19 @@ def test_changes_nobody_took_do_not_pile_up():
     changes = node.take_replica_changes(limit=1000)
     assert changes is not None
     assert (len(changes.stored), len(changes.removed)) == (4, 0)
+
+
+def test_what_comes_and_goes_while_the_directory_is_told_of_all_leaves_nothing_there():
+    node = NodeLedger(limits(4), "n")
+    first, put = (node.reserve(chain(text), owner(), 0.0) for text in ("a", "b"))
+    assert isinstance(first, PutGrant)
+    assert isinstance(put, PutGrant)
+    node.commit(first.put_id, [b"x"], 0.0)
+    told = node.take_stored()
+    node.commit(put.put_id, [b"x"], 0.0)
+    assert [stored.key for stored in told] == chain("a")
+    node.drop(chain("b"))
+    assert node.take_replica_changes() is None
 
 
 def test_what_another_node_writes_has_no_time_of_its_own():
@@ -491,6 +604,46 @@ def test_a_copy_that_is_read_is_kept_like_any_other_block():
     node.put("cd")
     assert node.ledger.held(chain("xy")) == 2
     assert node.ledger.held(chain("ab")) == 0
+    node.empty()
+
+
+def test_without_a_disk_a_copy_has_the_room_of_what_was_not_read_of_late_and_no_other():
+    node = world(4)
+    node.put("ab")
+    node.put("xy")
+    node.release(node.lease("ab").lease_id)
+    assert node.ledger.usage().slots_free == 0
+    assert node.ledger.spare_slots(node.now_s) == 2
+    put = copy_of(node, "cdef")
+    assert isinstance(put, PutGrant)
+    assert [item.key for item in put.items] == chain("cd")
+    assert node.ledger.held(chain("ab")) == 2
+    node.ledger.commit(put.put_id, [bytes_of(item.key) for item in put.items], node.now_s)
+    for text in ("ab", "cd"):
+        node.ledger.release(node.ledger.lease(chain(text), 1.0, node.now_s).lease_id)
+    node.sweep(5.0)
+    assert node.ledger.spare_slots(node.now_s) == 0
+    assert copy_of(node, "ef") == PutRefused(
+        reason=PutRefusalReason.FULL, detail="all blocks are in use"
+    )
+    assert [node.ledger.held(chain(text)) for text in ("ab", "cd")] == [2, 2]
+    node.sweep(300.0)
+    assert node.ledger.spare_slots(node.now_s) == 4
+    node.empty()
+
+
+def copy_of(node: World, text: str) -> PutGrant | PutRefused:
+    """Another node's hot blocks, whose owner is not known yet."""
+    return node.ledger.reserve(chain(text), owner(""), node.now_s, fetched=True, only_cold=True)
+
+
+def test_a_copy_takes_nothing_from_what_tenants_have_within_their_share():
+    node = world(4)
+    node.put("abc", "t")
+    node.put("x", "u")
+    node.release(node.lease("abc").lease_id)
+    assert isinstance(copy_of(node, "p"), PutRefused)
+    assert [node.ledger.held(chain(text)) for text in ("abc", "x")] == [3, 1]
     node.empty()
 
 

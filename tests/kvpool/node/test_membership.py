@@ -5,7 +5,7 @@ directory or not.
 from dataclasses import replace
 
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
-from kvpool.messages import Allowance, NodeState, PutRefused, TenantPart
+from kvpool.messages import Allowance, DiskBlock, NodeState, PutRefused, TenantPart
 from kvpool.node.membership import Membership
 from kvpool.node.quotas import QuotaShares, TenantRecords
 from tests.kvpool.node.test_membership_directory import ANNA, LEASE_S, STATE, World, key
@@ -64,6 +64,31 @@ async def test_while_the_directory_is_away_a_node_keeps_its_part() -> None:
     world.clock.advance(1.0)
     await member.renew(STATE)
     assert taken(world, 1, 2, 3, 4, 5) == 4
+
+
+async def test_a_node_that_was_killed_leaves_its_next_start_all_that_the_disk_holds() -> None:
+    """The lease of the start that was killed holds for a while. What tenants had there is not there a second time."""
+    on_disk = [
+        DiskBlock(
+            extent=n - 1,
+            epoch=n,
+            key=key(n),
+            owner=ANNA,
+            size_bytes=BLOCK_BYTES,
+            position=n - 1,
+            checksums=bytes(8),
+        )
+        for n in range(1, 5)
+    ]
+    world = World(on_disk=on_disk)
+    killed = replace(STATE.node, incarnation=Incarnation(2))
+    await world.directory.renew(replace(STATE, node=killed, parts=anna(4)), LEASE_S, 0)
+    member = joined(world, quota_blocks=4)
+    for _ in range(2):
+        await member.renew(STATE)
+        world.clock.advance(LEASE_S / 3)
+    assert world.ledger.held([key(n) for n in range(1, 5)]) == 4
+    assert [state.node for state in await world.directory.nodes()] == [STATE.node]
 
 
 async def test_a_new_node_is_known_at_once_and_then_says_three_times_per_lease_that_it_lives() -> (

@@ -1,22 +1,26 @@
 """How a node keeps the directory true of itself, also through times when the directory is away."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from baton.clock import ManualClock
-from baton.errors import PoolUnavailableError
+from baton.errors import OverloadedError, PoolUnavailableError
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from kvpool.directory.memory import MemoryDirectory
 from kvpool.messages import (
     DirectoryChanges,
+    DiskBlock,
     NodeState,
     Owner,
     PutGrant,
     Renewal,
     Replica,
     Selection,
+    Stored,
 )
+from kvpool.node.block_store import BlockStore
 from kvpool.node.ledger import NodeLedger, NodeLimits
 from kvpool.node.membership import DirectoryClient
 
@@ -62,10 +66,11 @@ class Flaky:
 class World:
     """A ledger, its registrar, and a directory that can be away."""
 
-    def __init__(self, num_slots: int = 8) -> None:
+    def __init__(self, num_slots: int = 8, on_disk: Sequence[DiskBlock] = ()) -> None:
         self.clock = ManualClock()
         self.directory = Flaky(MemoryDirectory(self.clock))
-        self.ledger = NodeLedger(NodeLimits(num_slots=num_slots, slot_bytes=64), "start")
+        limits = NodeLimits(num_slots=num_slots, slot_bytes=64, num_extents=len(on_disk))
+        self.ledger = NodeLedger(limits, "start", on_disk)
         self.flushes_carried_out = 0
         self.registrar = DirectoryClient(self.directory, self.ledger, self, lease_s=LEASE_S)
 
@@ -144,6 +149,24 @@ async def test_a_node_whose_lease_ended_is_found_again_with_all_its_blocks() -> 
     assert await world.known(1) == [1]
 
 
+async def test_two_nodes_of_one_name_are_both_known_and_do_not_fight() -> None:
+    """They are configured so by mistake; neither can know that the other one is not dead."""
+    one = World()
+    two = NodeState(node=replace(NODE, incarnation=Incarnation(4)), address="unix:/y")
+    two_ledger = NodeLedger(NodeLimits(num_slots=8, slot_bytes=64), "two")
+    second = DirectoryClient(one.directory, two_ledger, one, lease_s=LEASE_S)
+    told = list[None]()
+    one.directory.slow = lambda: told.append(None)
+    one.put(1)
+    for _ in range(6):
+        await one.beat()
+        await second.renew(two)
+        one.clock.advance(LEASE_S / 3)
+    assert {state.node for state in await one.directory.nodes()} == {NODE, two.node}
+    assert await one.known(1) == [1]
+    assert len(told) == 2, "the first one told all of it again, once"
+
+
 async def test_a_lease_holds_while_the_directory_is_told_of_very_many_blocks() -> None:
     """Each part takes almost as long as the lease."""
     world, numbers = World(num_slots=20_000), range(1, 20_001)
@@ -167,6 +190,46 @@ async def test_a_lease_that_ends_while_the_directory_is_told_is_no_standing() ->
     assert await world.known(1, 20_000) == [1, 20_000]
 
 
+async def test_what_is_flushed_while_the_directory_is_told_is_not_told_after_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, numbers = World(num_slots=10_000), range(1, 10_001)
+    world.put(*numbers)
+    publish, flush = world.directory.publish, world.directory.flush
+    flushed = list[int]()
+
+    async def published(node: WorkerIdentity, changes: DirectoryChanges) -> None:
+        await publish(node, changes)
+        if not flushed:
+            flushed.append(await flush(Selection(tenant="anna")))
+
+    monkeypatch.setattr(world.directory, "publish", published)
+    await world.registrar.renew(STATE)
+    assert flushed
+    assert world.ledger.held([key(1)]) == 0
+    assert await world.known(*numbers) == []
+
+
+async def test_the_directory_is_told_of_very_many_blocks_as_they_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The node answers others in between."""
+    world, numbers = World(num_slots=20_000), range(1, 20_001)
+    world.put(*numbers)
+    found, told = list[BlockKey](), list[int]()
+    find = BlockStore.find
+
+    def counted(blocks: BlockStore, block: BlockKey) -> Stored | None:
+        found.append(block)
+        return find(blocks, block)
+
+    monkeypatch.setattr(BlockStore, "find", counted)
+    world.directory.slow = lambda: told.append(len(found))
+    await world.beat()
+    assert told[0] < 5000
+    assert told[-1] == len(numbers), "each was looked for once"
+
+
 async def test_flushes_of_other_nodes_are_carried_out_once() -> None:
     world = World()
     world.put(1)
@@ -186,3 +249,19 @@ async def test_a_flush_without_the_directory_says_that_others_will_not_hear_of_i
     assert await world.registrar.flush(Selection())
     world.directory.away = True
     assert not await world.registrar.flush(Selection())
+
+
+async def test_a_crowd_of_flushes_is_no_directory_that_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    world.put(1)
+    await world.beat()
+
+    async def crowded(_: Selection) -> int:
+        raise OverloadedError("too many others flush")
+
+    monkeypatch.setattr(world.directory, "flush", crowded)
+    assert not await world.registrar.flush(Selection())
+    assert world.registrar.reachable
+    assert await world.known(1) == [1]

@@ -16,7 +16,7 @@ from baton.ids import BlockKey, WorkerIdentity, XferId
 from baton.rpc.v1 import pool_pb2 as pb
 from kv_transfer.session.handshake import SessionEndpoint
 from kv_transfer.ticket import TicketOffice
-from kvpool.messages import Allowance, NodeState, Owner, PutGrant
+from kvpool.messages import Allowance, NodeState, Owner, PutGrant, Selection
 from kvpool.node.ledger import NodeLedger, NodeLimits
 from kvpool.node.slab import slab_layout
 from kvpool.peers.fetcher import Fetcher, PartFetcher
@@ -235,10 +235,14 @@ async def test_a_text_is_fetched_as_far_as_its_tenants_quota_goes(has_room: bool
     assert world.ledger.counts.failed_fetches == 0
 
 
-async def test_parts_of_a_text_are_brought_behind_those_before_them():
+@pytest.mark.parametrize("copy", [True, False])
+async def test_parts_of_a_text_are_brought_behind_those_before_them(copy: bool) -> None:
     brought: list[tuple[list[BlockKey], list[BlockKey]]] = []
 
-    async def bring(part: Sequence[BlockKey], before: Sequence[BlockKey], _: Source) -> bool:
+    async def bring(
+        part: Sequence[BlockKey], before: Sequence[BlockKey], _: Source, *, only_cold: bool
+    ) -> bool:
+        assert only_cold is copy
         brought.append(([*part], [*before]))
         return True
 
@@ -246,13 +250,51 @@ async def test_parts_of_a_text_are_brought_behind_those_before_them():
         return replace(HOLDER, num_blocks=3)
 
     fetcher = Fetcher(
-        cast("Any", SimpleNamespace(bring=bring)),
+        cast("Any", SimpleNamespace(bring=bring, num_flushes=0)),
         cast("Any", SimpleNamespace(links=PeerLinks(), source=source)),
         num_slots=32,
         slot_bytes=SLOT_BYTES,
         fetch_bytes=1 << 20,
     )
     text = keys(*range(4))
-    await fetcher.bring(text, 1, WAIT_S)
+    fetch = fetcher.start(text, 1, soon_s=WAIT_S, only_cold=copy)
+    assert fetch is not None
+    await soon(fetch.not_soon.wait())
     assert brought == [(text[1:3], text[:1]), (text[3:], text[:3])]
+    await fetcher.close()
+
+
+@pytest.mark.parametrize("flushed_at", [0, 1, 2])
+async def test_what_was_looked_up_before_a_flush_is_not_fetched_after_it(
+    flushed_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder may not have heard of it. The flush comes with the look (0), or with a part."""
+    world = World(answer=None)
+    brought: list[list[BlockKey]] = []
+
+    def flush_at(event: int) -> None:
+        if event == flushed_at and not world.ledger.num_flushes:
+            world.ledger.flush(Selection(tenant="anna"))
+
+    async def bring(part: Sequence[BlockKey], *_: object, **__: object) -> bool:
+        brought.append([*part])
+        flush_at(len(brought))
+        return True
+
+    async def source(_: Sequence[BlockKey]) -> Source:
+        flush_at(0)
+        return replace(HOLDER, num_blocks=4)
+
+    monkeypatch.setattr(world.parts, "bring", bring)
+    fetcher = Fetcher(
+        world.parts,
+        cast("Any", SimpleNamespace(links=PeerLinks(), source=source)),
+        num_slots=16,
+        slot_bytes=SLOT_BYTES,
+        fetch_bytes=1 << 20,
+    )
+    await fetcher.bring(keys(*range(4)), 0, WAIT_S)
+    assert len(brought) == flushed_at
+    await fetcher.bring(keys(*range(4)), 0, WAIT_S)
+    assert len(brought) == flushed_at + 4, "what is looked up after the flush is fetched"
     await fetcher.close()

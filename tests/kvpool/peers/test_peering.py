@@ -254,6 +254,23 @@ async def test_a_holder_that_stands_still_keeps_no_blocks_of_other_holders_away(
         await empty(there, held=1)
 
 
+async def test_hot_blocks_get_a_copy_on_a_node_whose_memory_is_full_of_what_nobody_reads(
+    redis: str, tmp_path: Path
+) -> None:
+    settings = {"replicate_reads": 4.0, "max_replicas": 2}
+    first = Node("pool-0", tmp_path, pool_config(redis, failure_domain="a", **settings))
+    full = Node("pool-1", tmp_path, pool_config(redis, failure_domain="b", **settings))
+    async with first.started() as here, full.started() as there:
+        assert await there.put(*range(100, 100 + NUM_SLOTS)) == NUM_SLOTS
+        await here.put(1, 2, 3)
+        await here.found(1, 2, 3)
+        await there.registered()
+        for _ in range(6):
+            assert await here.has(1, 2, wait_s=0.0) == 2
+        await there.found(1, 2)
+        assert (await there.usage()).fetched_blocks == 2
+
+
 async def test_hot_blocks_get_a_copy_in_another_failure_domain(redis: str, tmp_path: Path) -> None:
     settings = {"replicate_reads": 4.0, "max_replicas": 2}
     first = Node("pool-0", tmp_path, pool_config(redis, failure_domain="a", **settings))
