@@ -11,7 +11,7 @@ from typing import Protocol
 from router.ports import GenerationRequest
 from router.routing.policy import decoders_of
 from router.routing.predictive import queue_s
-from router.routing.view import ClusterView, WorkerView
+from router.routing.view import ClusterView, WorkerView, may_hand_off
 from router.slo import Slo
 
 _PROMPTS_AHEAD = 2
@@ -66,7 +66,7 @@ class WorkerCapacity:
         self._prefill_window_tokens = prefill_window_tokens
 
     def has_room(self, request: GenerationRequest, now_s: float) -> bool:
-        """Whether a prefill and a decode worker can take it."""
+        """Whether a prefill and a decode worker can take it, or one that does both."""
         usable = self._view.usable(now_s)
         decoders = decoders_of(usable)
         if not any(self._can_decode_request(worker, request) for worker in decoders):
@@ -78,7 +78,15 @@ class WorkerCapacity:
             )
             return keeper is not None
         prefillers = [worker for worker in usable if worker.hello.role.prefills_for_others]
-        return any(self._can_prefill(worker, now_s) for worker in prefillers or decoders)
+        return any(
+            self._can_prefill(prefill, now_s)
+            and any(
+                (prefill is decode or may_hand_off(prefill, decode))
+                and self._can_decode_request(decode, request)
+                for decode in decoders
+            )
+            for prefill in prefillers or decoders
+        )
 
     def has_workers(self, now_s: float) -> bool:
         """Whether there is any that may be given new work."""

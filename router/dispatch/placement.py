@@ -19,6 +19,7 @@ from router.routing.chains import chain_of
 from router.routing.explanation import DecisionLog, Measured
 from router.routing.index import PrefixIndex
 from router.routing.policy import Demand, Pair, Policy, RouteKind, Unavailable, decoders_of
+from router.routing.predictive import prefill_work
 from router.routing.table import Fingerprints, HeldBySlot
 from router.routing.view import ClusterView, WorkerView
 
@@ -84,18 +85,23 @@ class Placement:
             full = self._full(request, prompt, usable)
             kept = None if full else self._kept_on_prefill(request, prompt, usable)
             chosen = kept or self._connected_pair(usable, replace(demand, full=full))
-        if isinstance(chosen, Pair):
-            self._remember(request, chosen, demand)
-        else:
+        if isinstance(chosen, Unavailable):
             self.log.refused()
-        return chosen
+            return chosen
+        self._remember(request, chosen, demand)
+        return _with_work(chosen, demand)
 
-    def single_worker(self, identity: WorkerIdentity, now_s: float) -> Pair | None:
+    def single_worker(
+        self, request: RequestState, prompt: Prompt, identity: WorkerIdentity, now_s: float
+    ) -> Pair | None:
         """That worker for both prefill and decode, while it can be used."""
         worker = self._view.find(identity.worker_id)
         if worker is None or worker.identity != identity:
             return None
-        return Pair(prefill=worker, decode=worker) if worker in self._view.usable(now_s) else None
+        if worker not in self._view.usable(now_s):
+            return None
+        pair = Pair(prefill=worker, decode=worker)
+        return _with_work(pair, self._demand(request, prompt, now_s))
 
     def another_pair(
         self,
@@ -120,7 +126,7 @@ class Placement:
         demand = self._demand(request, prompt, now_s)
         chosen = self._policy.prefiller(usable, decode, demand, self._rng)
         self._remember(request, chosen, demand)
-        return chosen
+        return _with_work(chosen, demand)
 
     def pooled_tokens(
         self, request: RequestState, prompt: Prompt, worker: WorkerView, now_s: float
@@ -261,3 +267,12 @@ class Placement:
 @lru_cache(maxsize=64)
 def _digest(layout: KvLayout) -> str:
     return layout.content_digest()
+
+
+def _with_work(pair: Pair, demand: Demand) -> Pair:
+    """A pair whose policy predicts nothing, with what its prompt should take: how much more its worker is sent, and whether
+    it needs help, goes by that.
+    """
+    if pair.predicted is not None or not pair.prefill.forecast.knows_prefill:
+        return pair
+    return replace(pair, measured_s=prefill_work(pair.prefill, demand).busy_s)

@@ -309,7 +309,9 @@ class RetryController:
         """Starts the legs of a waiting attempt, or leaves it waiting."""
         request = attempt.request
         prompt = attempt.prompt()
-        pinned = attempt.pinned and self._placement.single_worker(attempt.pinned, now_s)
+        pinned = attempt.pinned and self._placement.single_worker(
+            request, prompt, attempt.pinned, now_s
+        )
         chosen = pinned or self._placement.choose(request, prompt, attempt.avoid, now_s)
         paused = now_s - attempt.since_s >= self._policy.pause_s(attempt.number)
         if isinstance(chosen, Unavailable) and attempt.avoid and paused:

@@ -134,12 +134,14 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
         decode: Draws the tokens.
         kind: How the legs lie.
         rationale: Why these two.
+        measured_s: Seconds of work for P by what was measured of it, where the policy predicts nothing.
     """
 
     prefill: WorkerView
     decode: WorkerView
     kind: RouteKind = RouteKind.PAIR
     rationale: Rationale | None = None
+    measured_s: float = 0.0
 
     @property
     def local(self) -> bool:
@@ -153,9 +155,9 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def compute_s(self) -> float:
-        """Predicted seconds of work for P, fetching included; 0 where nothing is predicted."""
+        """Expected seconds of work for P, fetching included; 0 before any have been measured."""
         predicted = self.predicted
-        return 0.0 if predicted is None else predicted.fetch_s + predicted.prefill_s
+        return self.measured_s if predicted is None else predicted.fetch_s + predicted.prefill_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,23 @@
 """How far workers are filled, and whom a newcomer must not slow down."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from random import Random
 
 import pytest
 
+from baton.config.rules import POLICIES
 from baton.generation import WorkerLoad
 from baton.ids import Role
-from router.admission.capacity import WorkerCapacity
+from router.admission.capacity import MeasuredSpeed, WorkerCapacity
+from router.attainment import NOTHING_MISSED
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.events import WorkerJoined
+from router.dispatch.placement import Placement
+from router.dispatch.retry import RetryPolicy
+from router.ports import GenerationRequest
+from router.roles.look import look_at
 from router.routing.index import PrefixIndex
+from router.routing.policies import policy_named
 from router.routing.view import ClusterView, WorkerView
 from router.slo import STANDARD, Slo
 from tests.router.admission.admitting import UnknownSpeed, queued
@@ -169,3 +179,62 @@ def test_the_first_token_is_expected_of_the_fastest_worker_of_which_something_is
     assert capacity.first_token_s(queued("r", prompt_tokens=2000), 0.0) == 2.0
     silent, _ = cluster(LinearPace(), p0=Role.PREFILL, d0=Role.DECODE)
     assert silent.first_token_s(queued("r"), 0.0) == 0.0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize(
+    "roles",
+    [{"p0": Role.PREFILL, "d0": Role.DECODE}, {"h0": Role.HYBRID}, {"h0": Role.HYBRID, "h1": Role.HYBRID}],
+    ids=["pair", "hybrid", "hybrids"],
+)  # fmt: skip
+def test_no_more_prompts_are_sent_ahead_whichever_policy_chooses_and_whatever_is_known(
+    policy: str, is_known: bool, roles: dict[str, Role]
+):
+    """Beyond that they wait where they can be put in order."""
+    view = ClusterView(index := PrefixIndex())
+    capacity = WorkerCapacity(view, MeasuredSpeed(), prefill_window_tokens=4096)
+    placement = Placement(
+        view=view,
+        index=index,
+        policy=policy_named(policy),
+        secret=b"x" * 32,
+        rng=Random(1),
+        capacity=capacity,
+    )
+    dispatcher = Dispatcher(view=view, placement=placement, policy=RetryPolicy())
+    for name, role in roles.items():
+        room = {"max_num_seqs": 256, "num_blocks": 1_000_000, "max_model_len": 100_000}
+        dispatcher.handle(WorkerJoined(hello=hello(name, role, **room), address=name), 0.0)
+    workers = view.workers
+    for worker in workers if is_known else ():
+        for tokens in (3000, 300) * 20:
+            worker.forecast.prefilled(tokens, 0, tokens / 10_000)
+    admitted = 0
+    while admitted < 100 and capacity.has_room(r := asks(admitted), 0.0):
+        dispatcher.handle(r, 0.0)
+        admitted += 1
+    assert 1 <= admitted <= 12 * len(roles)
+    if is_known:
+        look = look_at(view, 0.0, waiting=0, missed=NOTHING_MISSED)
+        assert max(worker.backlog_s for worker in look.workers) >= 0.25, "the planner sees it"
+
+
+def asks(number: int) -> GenerationRequest:
+    """Prompts that have nothing in common."""
+    request = queued(f"r{number}", prompt_tokens=3000)
+    return replace(request, prompt=replace(request.prompt, prompt_tokens=(number,) * 3000))
+
+
+def test_a_hybrid_worker_that_may_not_hand_off_to_the_one_that_decodes_is_no_prefill_worker():
+    capacity, workers = cluster(h0=Role.HYBRID, h1=Role.HYBRID)
+    low, high = sorted(workers.values(), key=lambda worker: worker.kv_order)
+    low.prefills, low.prefill_tokens = 5, 9000
+    high.decode_sequences = 1000
+    assert not capacity.has_room(queued("r"), 0.0)
+    low.prefills = low.prefill_tokens = low.decode_sequences = 0
+    assert capacity.has_room(queued("r"), 0.0)
+    low.decode_sequences, high.decode_sequences, high.prefills, high.prefill_tokens = (
+        1000, 0, 5, 9000
+    )  # fmt: skip
+    assert capacity.has_room(queued("r"), 0.0), "the lower one computes for the higher one"
