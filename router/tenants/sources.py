@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, UnavailableError
 from baton.redis_link import RefusedValues, asked
 from baton.seal import HEAD_BYTES, Seal, SealError
 from router.tenants.document import TenantsDocument, parse
@@ -46,7 +46,7 @@ class TenantSource(Protocol):
         Raises:
             ConfigError: It cannot be read, which is tried again the next time; or it is wrong: until it changes again the
                 answer is None.
-            UnavailableError: Redis gives no answer.
+            UnavailableError: Redis gives no answer, or has had no document so far.
         """
 
 
@@ -145,7 +145,8 @@ class RedisSource:
         self._seen, self._seen_keys = sealed[: HEAD_BYTES + 1], keys
         source = f"redis: {self._key}"
         if not sealed and not self._sealed_ms:
-            return Edition(document=TenantsDocument(), key_files={})
+            self._seen = None  # what a Redis has lost looks like what nobody has published
+            raise UnavailableError(f"{source}: no document has been published yet")
         try:
             opened = self._seal.open(self._key, sealed, MAX_DOCUMENT_BYTES)
             if opened.sealed_ms < self._sealed_ms:
