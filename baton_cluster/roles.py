@@ -333,7 +333,7 @@ def _hello(child: Child, built: "BuiltEngine | SimulatedEngine | BuiltVllm") -> 
         ),
         role=worker.role,
         layout=built.layout,
-        max_model_len=limits.max_model_len,
+        max_model_len=limits.longest_text,
         vocab_size=limits.vocab_size,
         num_blocks=built.num_blocks if isinstance(built, BuiltVllm) else limits.num_blocks,
         max_num_seqs=limits.max_num_seqs,

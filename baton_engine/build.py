@@ -19,13 +19,7 @@ from baton.config.speculative import (
 from baton.errors import ConfigError
 from baton.layout import SPARE_BLOCKS, KvLayout
 from baton_engine.cache.arena import DrafterPages, KvArena, PageKernels, page_kernels
-from baton_engine.cache.budget import (
-    ArenaDemand,
-    affordable_on_cpu,
-    affordable_on_gpu,
-    longest_text,
-    num_blocks,
-)
+from baton_engine.cache.budget import ArenaDemand, affordable_on_cpu, affordable_on_gpu, num_blocks
 from baton_engine.compiling import check_compile, compile_glue
 from baton_engine.cuda_graphs import SMALL_PROMPTS, CudaGraphs, GraphBackend, StepGraphs
 from baton_engine.device import (
@@ -457,18 +451,19 @@ def _limits(
         max_model_len=max_model_len,
         affordable_bytes=_affordable(choice, config, sharers),
     )
-    pages = num_blocks(config, demand)
-    held = longest_text(layout, pages)
-    if held < max_model_len:
-        logger.warning(
-            "kv_cache_memory_bytes holds texts of %d tokens, so none may be longer; %d (max_model_len) would take %d bytes",
-            *(held, max_model_len, layout.num_blocks_for(max_model_len) * layout.page_bytes),
-        )
-    return EngineLimits(
+    limits = EngineLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=min(held, max_model_len),
+        max_model_len=max_model_len,
         block_tokens=layout.block_tokens,
-        num_blocks=pages,
+        num_blocks=num_blocks(config, demand),
         vocab_size=spec.vocab_size,
     )
+    if limits.longest_text < max_model_len:
+        logger.warning(
+            "the pages hold texts of %d tokens at most; %d (max_model_len) take %d bytes",
+            limits.longest_text,
+            max_model_len,
+            limits.num_blocks_for(max_model_len) * layout.page_bytes,
+        )
+    return limits

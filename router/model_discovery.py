@@ -80,8 +80,9 @@ class ModelDiscovery:
 
 
 def _served_by(workers: Sequence[WorkerHello]) -> ServedModel:
-    """What each of them can serve."""
+    """What each of them can serve. How long texts may be is up to those that decode: a prefill worker has the prompt."""
+    decoders = [hello for hello in workers if hello.role.decodes] or workers
     return ServedModel(
-        max_model_len=min(hello.max_model_len for hello in workers),
+        max_model_len=min(hello.max_model_len for hello in decoders),
         vocab_size=min(hello.vocab_size for hello in workers),
     )

@@ -47,11 +47,6 @@ def affordable_on_gpu(
     return max(0, share - weights_bytes)
 
 
-def longest_text(layout: KvLayout, pages: int) -> int:
-    """Tokens of the longest text, prompt and output, whose KV so many pages hold. Its last token's is never needed."""
-    return pages * layout.block_tokens + 1
-
-
 def num_blocks(config: EngineConfig, demand: ArenaDemand) -> int:
     """Pages of the arena.
 

@@ -25,17 +25,20 @@ class CountedTexts:
         """
         end = row.start + row.num_tokens - len(row.draft)
         of_text = self._of.setdefault(row.seq, {})
-        counts = of_text.get(begin)
-        if counts is None or counts.end > end:  # it was searched for again from its prompt on
-            counts = of_text[begin] = _Counts(begin)
-        counts.read_on(row.seq.tokens[counts.end : end])
+        counts, text = of_text.get(begin), row.seq.tokens
+        if (
+            counts is None or counts.text is not text or counts.end > end
+        ):  # beams begin again with a list of their own
+            counts = of_text[begin] = _Counts(text, begin)
+        counts.read_on(text[counts.end : end])
         return counts.with_guesses(row.draft) if row.draft else counts.known()
 
 
 class _Counts:
     """Of one text from one place on, up to `end`."""
 
-    def __init__(self, begin: int) -> None:
+    def __init__(self, text: SequenceOf[int], begin: int) -> None:
+        self.text = text
         self.end = begin
         self._places: dict[int, int] = {}
         self._tokens = np.empty(_ROOM, np.int64)

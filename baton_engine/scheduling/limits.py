@@ -33,6 +33,11 @@ class EngineLimits:
         """Samples admitted at once. Never more than the token budget: each then gets at least one token per step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text, prompt and output, that is generated here. Its last token's KV is never needed."""
+        return min(self.max_model_len, self.num_blocks * self.block_tokens + 1)
+
     def num_blocks_for(self, tokens: int) -> int:
         """Pages that the KV of `tokens` tokens takes."""
         return -(-tokens // self.block_tokens)

@@ -514,8 +514,6 @@ class NixlReceiver:
                 if not failing:
                     _log.error("NIXL cannot do what peers wait for", cause=error)
                 failing = True
-            else:
-                failing = False
 
 
 class NixlSender:

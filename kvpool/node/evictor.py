@@ -74,12 +74,14 @@ class Evictor:
         """
         blocks, target = self._blocks, account.blocks - excess
         # Where most blocks are in both tiers, looking for one that the disk alone has may take a look at all of them: no
-        # more are looked for than there must be. There are more where a slot of memory is in quarantine: they go last.
+        # more are looked for than there must be. There are more where slots of memory hold no block any more, as those in
+        # quarantine: these go last.
         on_disk_alone = account.blocks - account.memory.taken
+        without_block = blocks.memory.num_taken - len(blocks.memory.named)
         for tier, may_go, most in (
             (blocks.disk, self._may_go_from_disk_alone, on_disk_alone),
             (blocks.memory, self._may_go_everywhere, excess),
-            (blocks.disk, self._may_go_from_disk_alone, excess),
+            (blocks.disk, self._may_go_from_disk_alone, without_block),
         ):
             count = min(account.blocks - target, most)
             slots = tier.victims(account, count, may_go) if count > 0 else []

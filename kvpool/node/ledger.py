@@ -110,7 +110,8 @@ class _Put:
     """Slots to be written, in the order of the grant; a flush takes some away: those are quarantined.
 
     `deadline_s` is when it becomes a zombie; of a zombie, when its slots are free. What another node writes has none.
-    `flushed` came while that node wrote: whose the blocks are is known only once they are committed.
+    `flushed` came while that node wrote: whose the blocks are is known only once they are committed. With `only_cold` a
+    quota that turns out to have no room for them has none.
     """
 
     put_id: str
@@ -119,6 +120,7 @@ class _Put:
     writer: WorkerIdentity | None = None
     zombie: bool = False
     fetched: bool = False
+    only_cold: bool = False
     flushed: list[Selection] = field(default_factory=list)
 
     def is_flushed(self, owner: Owner) -> bool:
@@ -266,7 +268,9 @@ class NodeLedger:
         ]
         put_id = f"{self._name}-p{next(self._put_numbers):x}"
         if fetched:
-            self._fetched_puts[put_id] = _Put(put_id, slots, math.inf, fetched=True)
+            self._fetched_puts[put_id] = _Put(
+                put_id, slots, math.inf, fetched=True, only_cold=only_cold
+            )
         else:
             deadline_s = now_s + self._limits.put_timeout_s
             self._open_puts[put_id] = _Put(put_id, slots, deadline_s, writer)
@@ -395,7 +399,7 @@ class NodeLedger:
                     rebilled.append(slot)
             else:
                 void.append(slot)
-        beyond = self._beyond_quota(rebilled)
+        beyond = self._beyond_quota(rebilled, may_trim=not put.only_cold)
         void += beyond
         written = [slot for slot in written if slot not in beyond]
         self._story.record(f"void in {put.put_id}", void)
@@ -410,7 +414,7 @@ class NodeLedger:
         return len(written)
 
     def _rebill(self, slot: Slot, owner: Owner | None, size_bytes: int | None) -> bool:
-        """Whether a block turns out to have another owner or size than it was reserved for; `owner` is None for the same."""
+        """Whether a block turns out to have another owner or size than it was reserved for; None is the same owner."""
         was: Billing = slot.billing
         billing = self._accounts.billing(owner or was.owner, size_bytes or was.size_bytes)
         if billing is was:
@@ -418,13 +422,14 @@ class NodeLedger:
         self._blocks.rebill(slot, billing)
         return True
 
-    def _beyond_quota(self, slots: Sequence[Slot]) -> dict[Slot, None]:
-        """Those of newly billed blocks, the last ones of each tenant, that its quota has no room for,
+    def _beyond_quota(self, slots: Sequence[Slot], *, may_trim: bool) -> dict[Slot, None]:
+        """Those of newly billed blocks, the last ones of each tenant, that its quota has no room for: with `may_trim`
         whatever else of it goes.
         """
         over = dict[Account, int]()
         for account in dict.fromkeys(slot.billing.account for slot in slots):
-            self._evictor.trim(account, account.over)
+            if may_trim:
+                self._evictor.trim(account, account.over)
             over[account] = account.over
         beyond = dict[Slot, None]()
         for slot in reversed(slots):

@@ -78,15 +78,12 @@ class WorkerCapacity:
             )
             return keeper is not None
         prefillers = [worker for worker in usable if worker.hello.role.prefills_for_others]
-        return any(
-            self._can_prefill(prefill, now_s)
-            and any(
-                (prefill is decode or may_hand_off(prefill, decode))
-                and self._can_decode_request(decode, request)
-                for decode in decoders
-            )
-            for prefill in prefillers or decoders
-        )
+        ready = [w for w in prefillers or decoders if self._can_prefill(w, now_s)]
+        if not ready or not all(worker.kv_order for worker in ready):
+            return bool(ready)  # one may hand off to any that decodes
+        able = [worker for worker in decoders if self._can_decode_request(worker, request)]
+        first = min(ready, key=lambda worker: worker.kv_order)
+        return any(may_hand_off(first, worker) for worker in able)
 
     def has_workers(self, now_s: float) -> bool:
         """Whether there is any that may be given new work."""

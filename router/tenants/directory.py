@@ -97,6 +97,7 @@ class TenantDirectory:
     ) -> None:
         self._is_open = not api_keys and not described
         self._is_read = not described
+        self._has_keys = bool(api_keys)
         self._anonymous = Caller(tenant=anonymous)
         hashes = [hash_key(key) for key in api_keys]
         self._simple = [
@@ -108,6 +109,11 @@ class TenantDirectory:
     def is_read(self) -> bool:
         """Whether the tenants are known: there is no document, or it has been read."""
         return self._is_read
+
+    @property
+    def lets_in(self) -> bool:
+        """Whether there is anybody whom it lets in."""
+        return self._is_read or self._has_keys
 
     @property
     def tenants(self) -> Collection[Tenant]:

@@ -129,7 +129,7 @@ class TenantReloader:
             if self._answered:
                 why = error.message
                 _log.warning(
-                    "the tenants document cannot be looked at, the last one holds", why=why
+                    "the tenants document cannot be looked at, what was read last holds", why=why
                 )
             self._answered = False
             return False

@@ -41,16 +41,16 @@ def test_asked_bytes_are_filled_with_whole_pages() -> None:
 
 
 @pytest.mark.parametrize(("pages", "longest"), [(4, 65), (15, 241), (16, 256), (100, 256)])
-def test_a_worker_takes_no_longer_texts_than_its_pages_hold(
+def test_texts_that_are_generated_are_no_longer_than_the_pages_hold(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, pages: int, longest: int
 ) -> None:
-    """So routers do not promise a client more, who would be refused where its request is placed."""
+    """Routers are told, and do not promise a client more, who would be refused where its request is placed."""
     model = make_model(tmp_path, "qwen3", num_layers=1)
     page_bytes = built(model, 1 << 20).layout.page_bytes
     caplog.clear()
     limits = built(model, pages * page_bytes).limits
-    assert (limits.num_blocks, limits.max_model_len) == (pages, longest)
-    assert (f"holds texts of {longest} tokens" in caplog.text) == (longest < 256)
+    assert (limits.num_blocks, limits.longest_text, limits.max_model_len) == (pages, longest, 256)
+    assert (f"hold texts of {longest} tokens" in caplog.text) == (longest < 256)
 
 
 def built(model: Path, kv_bytes: int) -> BuiltEngine:

@@ -84,6 +84,14 @@ def test_a_step_reads_what_is_new_alone():
     assert of.tokens.num_read - before <= 20  # each token for either penalty
 
 
+def test_a_text_that_begins_again_and_grows_unasked_is_counted_anew():
+    texts, of = CountedTexts(), sequence([1])
+    of.tokens.append(2)
+    assert counts(texts, decode(of), 1) == {2: 1}
+    of.tokens = [1, 3]
+    assert counts(texts, decode(of), 1) == {3: 1}
+
+
 def test_a_text_that_is_gone_is_forgotten():
     texts, of = CountedTexts(), sequence([1, 2])
     texts.counted(decode(of), 0)

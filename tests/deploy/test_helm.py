@@ -32,7 +32,8 @@ def by_chart(given: Any) -> list[Object]:
 
 def comparable(objects: list[Object]) -> dict[tuple[str, str, str], Object]:
     """By kind and name, without how each tool has pods replaced when a ConfigMap changes: by its name,
-    or by an annotation; and without what the chart adds to a Job's name.
+    or by an annotation; and without what the chart adds to a Job's name,
+    so that it may stay for longer.
     """
     hashed = {
         one["metadata"]["name"]: one["metadata"]["name"].rpartition("-")[0]
@@ -54,6 +55,7 @@ def comparable(objects: list[Object]) -> dict[tuple[str, str, str], Object]:
         of = copy["metadata"]
         if copy["kind"] == "Job":
             of["name"] = _JOB.sub("fetch-model", of["name"])
+            del copy["spec"]["ttlSecondsAfterFinished"]  # kubectl's is in the way of the next one
         made[copy["kind"], of.get("namespace", ""), of["name"]] = copy
     assert len(made) == len(objects)
     return made

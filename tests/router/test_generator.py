@@ -379,6 +379,17 @@ async def test_what_a_worker_cannot_serve_is_served_once_it_is_lost(tmp_path):
             assert await model() == ServedModel(max_model_len=4096, vocab_size=1000)
 
 
+async def test_how_long_texts_may_be_is_up_to_those_that_decode(tmp_path):
+    """A prefill worker with few pages has prompts alone to hold."""
+    async with running(tmp_path, d0=Role.DECODE) as workers:
+        changes = {"max_model_len": 512}
+        small = FakeWorker("p0", Role.PREFILL, tmp_path, peers=workers, changes=changes)
+        workers["p0"] = small
+        await small.start()
+        async with composed(workers) as parts:
+            assert (await parts.generator.model()).max_model_len == 4096
+
+
 async def test_without_workers_the_served_model_is_that_of_the_last_one(tmp_path):
     async with running(tmp_path, h0=Role.HYBRID) as workers, composed(workers) as parts:
         await lose(workers["h0"], parts)

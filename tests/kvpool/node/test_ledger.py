@@ -435,6 +435,18 @@ def test_room_in_a_quota_is_not_looked_for_on_a_disk_that_has_nothing_alone(watc
     node.check_integrity()
 
 
+def test_nor_is_it_where_all_that_is_in_memory_is_read(watched: type[Watched]):
+    node = at_quota(500, in_memory=500)
+    blocks = [BlockKey(number.to_bytes(16, "little")) for number in range(500)]
+    lease = node.lease(blocks, 30.0, 0.0)
+    refused = node.reserve(chain("abcdefgh"), owner(), 0.0)
+    assert isinstance(refused, PutRefused)
+    assert refused.reason is PutRefusalReason.OVER_QUOTA
+    assert watched.looks == 0
+    node.release(lease.lease_id)
+    node.check_integrity()
+
+
 def test_room_for_blocks_whose_owner_is_learned_late_is_looked_for_once(watched: type[Watched]):
     node = at_quota(500, in_memory=400)
     put = node.reserve(chain("abcdefgh"), owner(""), 0.0, fetched=True)
@@ -644,6 +656,18 @@ def test_a_copy_takes_nothing_from_what_tenants_have_within_their_share():
     node.release(node.lease("abc").lease_id)
     assert isinstance(copy_of(node, "p"), PutRefused)
     assert [node.ledger.held(chain(text)) for text in ("abc", "x")] == [3, 1]
+    node.empty()
+
+
+def test_a_copy_whose_tenant_is_learned_late_has_no_room_in_a_full_quota():
+    """Nothing of the tenant goes for what readers of another node want."""
+    node = world()
+    node.ledger.allow("t", Allowance(max_bytes=3 * SLOT_BYTES))
+    node.put("xyz", "t")
+    put = copy_of(node, "abc")
+    assert isinstance(put, PutGrant)
+    assert node.ledger.commit(put.put_id, [b"x"] * 3, node.now_s, [owner("t")] * 3) == 0
+    assert [node.ledger.held(chain(text)) for text in ("abc", "xyz")] == [0, 3]
     node.empty()
 
 
