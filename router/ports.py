@@ -73,10 +73,12 @@ class Tokens:
         samples: Their new tokens, in order.
         prompt_logprobs: With a request's first tokens, where it asks for them:
             one entry per prompt token from the second on.
+        put_s: When each of the tokens was there to be taken, on the router's clock; empty where none waited.
     """
 
     samples: tuple[TokenSample, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    put_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

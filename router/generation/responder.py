@@ -196,7 +196,7 @@ class Responder:
         explained = account.tenant.admin and request.headers.get(EXPLAIN_HEADER) == "1"
         explain = partial(self._explain, runs) if explained else None
         for run in runs:
-            run.arrived_s = account.arrived_s
+            run.arrived_s, run.asked_s = account.arrived_s, account.body_read_s
             run.join_session(request.headers.get(SESSION_HEADER, "")[:MAX_SESSION_NAME])
             run.trace(self._span(request, account))
         if stream:
