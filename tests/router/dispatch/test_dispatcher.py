@@ -1097,6 +1097,19 @@ def test_the_deadline_ends_a_job(core):
     core.assert_empty()
 
 
+def test_a_job_whose_tokens_are_out_ends_well_though_its_deadline_passes_first(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=2, timeout_s=5.0)
+    core(first_tokens(p, drawn(0, 0, 2)))
+    core.now_s = 4.9
+    core(decoded(d, drawn(0, 1, 2)))
+    actions = core.pass_time(0.2)
+    assert sent(actions, Finish).timing.output_tokens == 2
+    assert not any(isinstance(action, Fail) for action in actions)
+    assert cancelled(actions) == {p.leg_id}
+    core.assert_empty()
+
+
 class WatchedId(str):
     """A request's name that tells whether anything still holds it: weak references to plain text cannot be made."""
 
