@@ -16,7 +16,6 @@ from baton.clock import Clock
 from baton.errors import (
     DeadlineError,
     EngineError,
-    OverloadedError,
     TransferError,
     UnavailableError,
 )
@@ -364,9 +363,7 @@ class GenerationRun:
             self._judge(whole=True)
         except BaseException as error:
             fault = error
-            if isinstance(error, OverloadedError):
-                self._metrics.rejected(self.request.tenant.tenant_class, error.reason)
-            elif isinstance(error, _OF_THE_CLUSTER):
+            if isinstance(error, _OF_THE_CLUSTER):
                 self._judge(whole=False)
             raise
         finally:
@@ -467,6 +464,9 @@ async def merged(sources: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerat
             waiting[asyncio.ensure_future(_next(source))] = source
             if number % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
                 await asyncio.sleep(0)
+                for begun in waiting:
+                    if begun.done():
+                        begun.result()  # raises what it failed with: the others are not begun
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
