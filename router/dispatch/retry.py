@@ -182,8 +182,12 @@ class RetryController:
         prompt = decode.sent.prompt
         attempt.avoid |= blamed
         may_take_over = not attempt.took_over and attempt.number < self._policy.max_attempts
-        pair = self._placement.another_pair(request, prompt, decode.worker, attempt.avoid, now_s)
-        if pair is not None and may_take_over:
+        pair = None
+        if may_take_over:
+            pair = self._placement.another_pair(
+                request, prompt, decode.worker, attempt.avoid, now_s
+            )
+        if pair is not None:
             attempt.number += 1
             attempt.took_over = True
             request.watch.placed(pair, now_s)
@@ -195,7 +199,7 @@ class RetryController:
             return actions
         pooled = self._placement.pooled_tokens(request, prompt, decode.worker, now_s)
         short = prompt.num_tokens - pooled <= self._policy.recompute_tokens
-        if short or pair is None:
+        if short or not self._placement.has_another_pair(decode.worker, attempt.avoid, now_s):
             fallback = Fallback.POOL if pooled else Fallback.RECOMPUTE
             return self.retry(
                 attempt, error, blamed, now_s, fallback, pinned=decode.worker.identity
