@@ -217,7 +217,9 @@ class Generator(Protocol):
         """
 
     def stop_sample(self, request_id: RequestId, sample: int) -> None:
-        """No more tokens of this sample are wanted; it counts as finished. Unknown or finished ones are ignored."""
+        """No more tokens of this sample are wanted; it counts as finished. Unknown or finished ones are ignored.
+        Its worker may go on with it for as long as it has others of the request.
+        """
 
     async def model(self, *, wait: bool = False) -> ServedModel | None:
         """What is served, or None until a worker said hello;
