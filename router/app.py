@@ -109,7 +109,9 @@ def create_app(
     metrics.watch(status, slo_classes.names)
     registry.register(RouteDecisions(decisions))
     bodies = BodyReader(
-        settings.router.max_body_bytes, timeout_s=settings.router.http_body_timeout_s
+        settings.router.max_body_bytes,
+        timeout_s=settings.router.http_body_timeout_s,
+        clock=clock,
     )
     catalog = ModelCatalog(settings.model_names, generator, settings.adapter_names)
     output_format = detect_format(

@@ -91,6 +91,7 @@ class Inbox:
         self.woken_s = float("-inf")
         self._max_bytes = max_bytes
         self._tokens: list[TokenSample] = []
+        self._put_s: list[float] = []
         self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self._waiting_bytes = 0
         self._left_some = False
@@ -101,16 +102,18 @@ class Inbox:
         """What goes with the next tokens. Counts for nothing: the request was refused if there could be too many."""
         self._prompt_logprobs = scores
 
-    def put(self, tokens: tuple[TokenSample, ...]) -> bool:
+    def put(self, tokens: tuple[TokenSample, ...], now_s: float) -> bool:
         """Adds tokens; False when more wait than the bound allows, and the reader should be given up."""
         self._tokens += tokens
+        self._put_s += [now_s] * len(tokens)
         self._waiting_bytes += sum(map(_size, tokens))
         self._wake()
         return self._waiting_bytes <= self._max_bytes
 
-    def put_plain(self, token: TokenSample) -> bool:
+    def put_plain(self, token: TokenSample, now_s: float) -> bool:
         """`put` for one token without log-probabilities, which waits until the reader comes or `wake` is called."""
         self._tokens.append(token)
+        self._put_s.append(now_s)
         self._waiting_bytes += _TOKEN_BYTES
         return self._waiting_bytes <= self._max_bytes
 
@@ -125,7 +128,7 @@ class Inbox:
             return
         self._end = end
         if isinstance(end, BatonError):
-            self._tokens, self._waiting_bytes = [], 0
+            self._tokens, self._put_s, self._waiting_bytes = [], [], 0
         self._wake()
 
     async def next(self) -> GenerationEvent:
@@ -142,14 +145,16 @@ class Inbox:
             await self._reader
         if self._tokens:
             scores, self._prompt_logprobs = self._prompt_logprobs, None
-            return Tokens(samples=self._take(), prompt_logprobs=scores)
+            samples, put_s = self._take()
+            return Tokens(samples=samples, prompt_logprobs=scores, put_s=put_s)
         if isinstance(self._end, BatonError):
             raise self._end
         assert self._end is not None
         return self._end
 
-    def _take(self) -> tuple[TokenSample, ...]:
+    def _take(self) -> tuple[tuple[TokenSample, ...], tuple[float, ...]]:
         taken, self._tokens, taken_bytes = self._tokens, [], self._waiting_bytes
+        put_s, self._put_s = self._put_s, []
         self._left_some = taken_bytes > _TAKEN_BYTES
         if self._left_some:
             sizes = accumulate(map(_size, taken))
@@ -157,8 +162,9 @@ class Inbox:
                 (i, size) for i, size in enumerate(sizes, start=1) if size >= _TAKEN_BYTES
             )
             taken, self._tokens = taken[:count], taken[count:]
+            put_s, self._put_s = put_s[:count], put_s[count:]
         self._waiting_bytes -= taken_bytes
-        return tuple(taken)
+        return tuple(taken), tuple(put_s)
 
     def _wake(self) -> None:
         reader, self._reader = self._reader, None
@@ -221,7 +227,7 @@ class Inboxes:
             return True
         if emit.prompt_logprobs is not None:
             inbox.put_prompt_logprobs(emit.prompt_logprobs)
-        return inbox.put(emit.tokens)
+        return inbox.put(emit.tokens, self._clock.now_s())
 
     def put_step(self, moved: Advance, now_s: float) -> list[RequestId]:
         """A step's tokens. Returns the requests whose clients read too slowly and are given up."""
@@ -232,7 +238,7 @@ class Inboxes:
             inbox = self._inboxes.get(request_id)
             if inbox is None:
                 continue
-            if not inbox.put_plain(plain_token(sample, token)):
+            if not inbox.put_plain(plain_token(sample, token), now_s):
                 full.append(request_id)
             if now_s - inbox.woken_s >= gap_s:
                 inbox.wake(now_s)

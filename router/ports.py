@@ -73,10 +73,12 @@ class Tokens:
         samples: Their new tokens, in order.
         prompt_logprobs: With a request's first tokens, where it asks for them:
             one entry per prompt token from the second on.
+        put_s: When each of the tokens was there to be taken, on the router's clock; empty where none waited.
     """
 
     samples: tuple[TokenSample, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    put_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +217,9 @@ class Generator(Protocol):
         """
 
     def stop_sample(self, request_id: RequestId, sample: int) -> None:
-        """No more tokens of this sample are wanted; it counts as finished. Unknown or finished ones are ignored."""
+        """No more tokens of this sample are wanted; it counts as finished. Unknown or finished ones are ignored.
+        Its worker may go on with it for as long as it has others of the request.
+        """
 
     async def model(self, *, wait: bool = False) -> ServedModel | None:
         """What is served, or None until a worker said hello;

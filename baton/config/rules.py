@@ -321,6 +321,7 @@ RULES: tuple[Rule, ...] = (
         "roles.low_pressure",
         "roles.scale_sustained_s",
         "roles.scale_cooldown_s",
+        "roles.scale_start_timeout_s",
         "router.request_timeout_s",
         "router.worker_wait_s",
         "transfer.expect_timeout_s",

@@ -278,6 +278,8 @@ class RolesConfig:
         low_pressure: It ends a worker if less than this is predicted for those that stay; below `high_pressure`.
         scale_sustained_s: A change of the number must have been called for for so long.
         scale_cooldown_s: After a change of the number there is no other for so long.
+        scale_start_timeout_s: A worker that is wanted and not there is waited for as long as this before the planner
+            decides without it: longer than a worker takes to start.
     """
 
     planner: str = "off"
@@ -296,6 +298,7 @@ class RolesConfig:
     low_pressure: float = 0.5
     scale_sustained_s: float = 60.0
     scale_cooldown_s: float = 120.0
+    scale_start_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

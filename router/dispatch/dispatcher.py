@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from baton.errors import (
     BatonError,
     CancelledByPeerError,
-    DeadlineError,
     DrainingError,
     EngineError,
     IncompatibleError,
@@ -260,8 +259,7 @@ class Dispatcher:
     def _time_passed(self, now_s: float) -> list[Action]:
         actions = self._look_for_silent_workers(now_s)
         while (first := self._deadlines.earliest()) is not None and first.deadline_s <= now_s:
-            error = DeadlineError("the request's deadline passed")
-            actions += self._retry.fail(first.request_id, error, now_s)
+            actions += self._retry.end_late(first.request_id, now_s)
         actions += self._retry.end_unreported(now_s)
         actions += self._probe_links(now_s)
         return actions + self._retry.place_waiting(now_s)

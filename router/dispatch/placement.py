@@ -111,22 +111,22 @@ class Placement:
         avoid: Set[WorkerIdentity],
         now_s: float,
     ) -> Pair | None:
-        """`decode` with another worker that can prefill `prompt` for it, if there is one."""
-        usable = [
-            worker
-            for worker in self._view.usable(now_s)
-            if worker.identity not in avoid
-            and worker is not decode
-            and worker.layout_group == decode.layout_group
-            and worker.can_prefill
-            and self._view.broken_pairs.allows(worker.identity, decode.identity)
-        ]
+        """`decode` with another worker that can prefill `prompt` for it, if there is one: it is to do so, and is
+        expected to hold the prompt's blocks soon.
+        """
+        usable = self._prefillers_for(decode, avoid, now_s)
         if not usable:
             return None
         demand = self._demand(request, prompt, now_s)
         chosen = self._policy.prefiller(usable, decode, demand, self._rng)
         self._remember(request, chosen, demand)
         return _with_work(chosen, demand)
+
+    def has_another_pair(
+        self, decode: WorkerView, avoid: Set[WorkerIdentity], now_s: float
+    ) -> bool:
+        """Whether another worker can prefill for `decode`; none is chosen."""
+        return bool(self._prefillers_for(decode, avoid, now_s))
 
     def pooled_tokens(
         self, request: RequestState, prompt: Prompt, worker: WorkerView, now_s: float
@@ -180,6 +180,19 @@ class Placement:
             workers = [worker for worker in workers if worker is not prefill]
             chosen = self._policy.pair(workers, demand, self._rng)
         return chosen
+
+    def _prefillers_for(
+        self, decode: WorkerView, avoid: Set[WorkerIdentity], now_s: float
+    ) -> list[WorkerView]:
+        return [
+            worker
+            for worker in self._view.usable(now_s)
+            if worker.identity not in avoid
+            and worker is not decode
+            and worker.layout_group == decode.layout_group
+            and worker.can_prefill
+            and self._view.broken_pairs.allows(worker.identity, decode.identity)
+        ]
 
     def _full(
         self, request: RequestState, prompt: Prompt, workers: Sequence[WorkerView]

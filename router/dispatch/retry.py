@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.backoff import Backoff
-from baton.errors import BatonError, InvalidRequestError, InvariantError, UnavailableError
+from baton.errors import (
+    BatonError,
+    DeadlineError,
+    InvalidRequestError,
+    InvariantError,
+    UnavailableError,
+)
 from baton.ids import RequestId, WorkerIdentity, new_xfer_id
 from baton.story import StoryLog
 from router.dispatch.actions import Action, Fail, Finish
@@ -176,8 +182,12 @@ class RetryController:
         prompt = decode.sent.prompt
         attempt.avoid |= blamed
         may_take_over = not attempt.took_over and attempt.number < self._policy.max_attempts
-        pair = self._placement.another_pair(request, prompt, decode.worker, attempt.avoid, now_s)
-        if pair is not None and may_take_over:
+        pair = None
+        if may_take_over:
+            pair = self._placement.another_pair(
+                request, prompt, decode.worker, attempt.avoid, now_s
+            )
+        if pair is not None:
             attempt.number += 1
             attempt.took_over = True
             request.watch.placed(pair, now_s)
@@ -189,7 +199,7 @@ class RetryController:
             return actions
         pooled = self._placement.pooled_tokens(request, prompt, decode.worker, now_s)
         short = prompt.num_tokens - pooled <= self._policy.recompute_tokens
-        if short or pair is None:
+        if short or not self._placement.has_another_pair(decode.worker, attempt.avoid, now_s):
             fallback = Fallback.POOL if pooled else Fallback.RECOMPUTE
             return self.retry(
                 attempt, error, blamed, now_s, fallback, pinned=decode.worker.identity
@@ -263,6 +273,16 @@ class RetryController:
         self._story.record(request_id, now_s, "failed", actions)
         return actions
 
+    def end_late(self, request_id: RequestId, now_s: float) -> list[Action]:
+        """Ends a request whose deadline has passed: with an error, or, where all its tokens are out, without P's report
+        of the hand-off.
+        """
+        request = self._requests[request_id]
+        if request.unfinished:
+            return self.fail(request_id, DeadlineError("the request's deadline passed"), now_s)
+        attempts = tuple(self._attempts[request_id])
+        return [action for attempt in attempts for action in self._end_unreported(attempt, now_s)]
+
     def place_waiting(self, now_s: float) -> list[Action]:
         """Looks again for workers for the attempts that wait for some; fails those that have waited for too long."""
         actions: list[Action] = []
@@ -281,12 +301,8 @@ class RetryController:
     def end_unreported(self, now_s: float) -> list[Action]:
         """Ends the attempts that have waited long enough for P's report of the hand-off."""
         report_wait_s = self._policy.report_wait_s
-        actions: list[Action] = []
-        for attempt in [a for a in self._awaiting_report if now_s - a.since_s >= report_wait_s]:
-            ended = self.end(attempt, now_s)
-            self._record(attempt, now_s, "ended without the hand-off's report", ended)
-            actions += ended
-        return actions
+        late = [a for a in self._awaiting_report if now_s - a.since_s >= report_wait_s]
+        return [action for attempt in late for action in self._end_unreported(attempt, now_s)]
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless requests, attempts, legs and the workers' counts agree."""
@@ -362,6 +378,11 @@ class RetryController:
                 pinned=pinned,
             )
             actions += self._launch(successor, now_s)
+        return actions
+
+    def _end_unreported(self, attempt: Attempt, now_s: float) -> list[Action]:
+        actions = self.end(attempt, now_s)
+        self._record(attempt, now_s, "ended without the hand-off's report", actions)
         return actions
 
     def _count(self, request: RequestState, fallback: Fallback, *, resumed: bool) -> None:

@@ -16,7 +16,6 @@ from baton.clock import Clock
 from baton.errors import (
     DeadlineError,
     EngineError,
-    OverloadedError,
     TransferError,
     UnavailableError,
 )
@@ -297,6 +296,7 @@ class GenerationRun:
         request: What is generated.
         timing: Where its time went; None until it ended.
         arrived_s: When its HTTP request came, on the clock: what its client waits for is counted from here.
+        asked_s: When the body of that had come: what it is promised is counted from here.
         prompt_logprobs: Of the prompt's tokens from the second on,
             once the first token is there and if they are wanted.
     """
@@ -312,13 +312,14 @@ class GenerationRun:
         self.request = request
         self.timing: Timing | None = None
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-        self.arrived_s = clock.now_s()
+        self.arrived_s = self.asked_s = clock.now_s()
         self._choices = choices
         self._generator = generator
         self._metrics = metrics
         self._clock = clock
         self._span: RequestSpan | None = None
         self._last_token_s: dict[int, float] = {}
+        self._last_put_s: dict[int, float] = {}
         self._first_token_s: float | None = None
         self._between_s = 0.0
         self._num_between = 0
@@ -362,9 +363,7 @@ class GenerationRun:
             self._judge(whole=True)
         except BaseException as error:
             fault = error
-            if isinstance(error, OverloadedError):
-                self._metrics.rejected(self.request.tenant.tenant_class, error.reason)
-            elif isinstance(error, _OF_THE_CLUSTER):
+            if isinstance(error, _OF_THE_CLUSTER):
                 self._judge(whole=False)
             raise
         finally:
@@ -390,7 +389,8 @@ class GenerationRun:
 
     def _judge(self, *, whole: bool) -> None:
         """Counts whether it got what its class of service promises: its first token in time, and its tokens in time on
-        average. One that the cluster broke off did not, but for a first token that had come.
+        average. One that the cluster broke off did not, but for a first token that had come. What its client takes to
+        send the request, and to read the reply, is no time of the cluster's.
         """
         slo, first_s = self.request.slo, self._first_token_s
         if slo.ttft_s is not None:
@@ -415,24 +415,25 @@ class GenerationRun:
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
         now_s = self._clock.now_s()
+        put_s = event.put_s or (now_s,) * len(event.samples)
         if len(event.samples) == 1:  # nearly always
             (sample,) = event.samples
             choice = self._choices[sample.sample]
             if choice.finish is not None:  # a token that was under way; its last delta is taken
                 return []
-            self._advance(choice, sample, now_s)
+            self._advance(choice, sample, now_s, put_s[0])
             delta = choice.take()
             return [] if delta is None else [delta]
         touched: dict[int, Choice] = {}
-        for sample in event.samples:
+        for sample, there_s in zip(event.samples, put_s, strict=True):
             choice = self._choices[sample.sample]
             if choice.finish is None:
                 touched[sample.sample] = choice
-                self._advance(choice, sample, now_s)
+                self._advance(choice, sample, now_s, there_s)
         return [delta for choice in touched.values() if (delta := choice.take()) is not None]
 
-    def _advance(self, choice: Choice, sample: TokenSample, now_s: float) -> None:
-        self._measure(sample.sample, now_s)
+    def _advance(self, choice: Choice, sample: TokenSample, now_s: float, put_s: float) -> None:
+        self._measure(sample.sample, now_s, put_s)
         choice.push(sample)
         if choice.finish is None:
             return
@@ -440,16 +441,16 @@ class GenerationRun:
         if sample.finish is None:
             self._generator.stop_sample(self.request.request_id, sample.sample)
 
-    def _measure(self, sample: int, now_s: float) -> None:
+    def _measure(self, sample: int, now_s: float, put_s: float) -> None:
         last_s = self._last_token_s.get(sample)
         if last_s is not None:
-            self._between_s += now_s - last_s
+            self._between_s += put_s - self._last_put_s[sample]
             self._num_between += 1
             self._metrics.next_token(now_s - last_s)
         elif not self._last_token_s:
-            self._first_token_s = now_s - self.arrived_s
-            self._metrics.first_token(self._first_token_s)
-        self._last_token_s[sample] = now_s
+            self._first_token_s = put_s - self.asked_s
+            self._metrics.first_token(now_s - self.arrived_s)
+        self._last_token_s[sample], self._last_put_s[sample] = now_s, put_s
 
 
 async def merged(sources: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:
@@ -463,6 +464,9 @@ async def merged(sources: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerat
             waiting[asyncio.ensure_future(_next(source))] = source
             if number % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
                 await asyncio.sleep(0)
+                for begun in waiting:
+                    if begun.done():
+                        begun.result()  # raises what it failed with: the others are not begun
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

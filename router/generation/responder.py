@@ -3,7 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from functools import partial
 from typing import Protocol
 
@@ -184,10 +184,12 @@ class Responder:
         """The reply of `runs`, which begin now; a stream goes on after this returns.
 
         Raises:
+            OverloadedError: It was refused; that is counted here, once for all runs.
             RateLimitedError: The tenant has not enough tokens left.
             ClientGoneError: The client went away before a reply that is not streamed was there.
         """
-        with self._metrics.counting_refusals(account.tenant.tenant_class):
+        refusals = partial(self._metrics.counting_refusals, account.tenant.tenant_class)
+        with refusals():
             await account.charge(runs)
         deltas = _deltas(runs)
         if self._guards.active or account.keeps_content:
@@ -196,15 +198,18 @@ class Responder:
         explained = account.tenant.admin and request.headers.get(EXPLAIN_HEADER) == "1"
         explain = partial(self._explain, runs) if explained else None
         for run in runs:
-            run.arrived_s = account.arrived_s
+            run.arrived_s, run.asked_s = account.arrived_s, account.body_read_s
             run.join_session(request.headers.get(SESSION_HEADER, "")[:MAX_SESSION_NAME])
             run.trace(self._span(request, account))
         if stream:
-            pieces = _pieces(runs, deltas, writer, with_timing=with_timing, explain=explain)
+            pieces = _pieces(
+                runs, deltas, writer, refusals(), with_timing=with_timing, explain=explain
+            )
             return EventStream(pieces, self._metrics.client_gone, writer.fault)
-        choices = await while_connected(
-            request.receive, _collect(deltas), self._metrics.client_gone
-        )
+        with refusals():
+            choices = await while_connected(
+                request.receive, _collect(deltas), self._metrics.client_gone
+            )
         reply = await writer.whole(choices, _timings(runs) if with_timing else [])
         headers = {} if explain is None else {EXPLANATION_HEADER: explain().decode()}
         return json_reply(reply, headers)
@@ -235,22 +240,24 @@ async def _pieces(
     runs: Sequence[GenerationRun],
     deltas: AsyncGenerator[list[Delta], None],
     writer: ReplyWriter,
+    refusals: AbstractContextManager[None],
     *,
     with_timing: bool,
     explain: Callable[[], bytes] | None,
 ) -> AsyncGenerator[bytes, None]:
     head: bytes | None = None
-    async with aclosing(deltas) as batches:
-        async for batch in batches:
-            if head is None:
-                head = writer.opening()
-            await writer.before(batch)
-            parts = _parts(batch)
-            for part in parts:
-                yield head + b"".join([writer.piece(delta) for delta in part])
-                head = b""
-                if len(parts) > 1:
-                    await asyncio.sleep(0)
+    with refusals:
+        async with aclosing(deltas) as batches:
+            async for batch in batches:
+                if head is None:
+                    head = writer.opening()
+                await writer.before(batch)
+                parts = _parts(batch)
+                for part in parts:
+                    yield head + b"".join([writer.piece(delta) for delta in part])
+                    head = b""
+                    if len(parts) > 1:
+                        await asyncio.sleep(0)
     comment = b"" if explain is None else b": baton-explain " + explain() + b"\n\n"
     closing = await writer.closing(_timings(runs) if with_timing else [])
     for portion in portions([comment, *closing]):

@@ -57,6 +57,7 @@ class RequestAccount:
         limiter: Keeps the tenant's counts.
         grant: This request in those counts.
         arrived_s: When it came, on the router's clock.
+        body_read_s: When its body had come, which is as long as its client took to send it; until then `arrived_s`.
         counted: It was counted, and has to be settled.
         levels: The tenant's limits as the last decision left them; what the reply's headers say.
         model: The name by which it asked for the model; empty until that is known.
@@ -74,6 +75,7 @@ class RequestAccount:
     limiter: Limiter
     grant: GrantId
     arrived_s: float = 0.0
+    body_read_s: float = 0.0
     counted: bool = False
     levels: Levels = field(default_factory=Levels)
     model: str = ""
@@ -204,12 +206,14 @@ class RateLimiter:
     def open(self, caller: Caller, name: str) -> RequestAccount:
         """The account of a request of `caller`; nothing is counted yet."""
         grant = GrantId(f"{self._router}-{next(self._numbers)}")
+        now_s = self._clock.now_s()
         return RequestAccount(
             caller=caller,
             name=name,
             limiter=self._limiter,
             grant=grant,
-            arrived_s=self._clock.now_s(),
+            arrived_s=now_s,
+            body_read_s=now_s,
             keeps_content=self._keep_content or caller.tenant.audit_content,
         )
 

@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from baton.clock import Clock, MonotonicClock
 from baton.errors import (
     CancelledByPeerError,
     InvalidRequestError,
@@ -32,11 +33,13 @@ class BodyReader:
     Args:
         max_bytes: Larger ones are refused; their rest is not read.
         timeout_s: How long one may take to come.
+        clock: The router's; monotonic time if None.
     """
 
-    def __init__(self, max_bytes: int, *, timeout_s: float) -> None:
+    def __init__(self, max_bytes: int, *, timeout_s: float, clock: Clock | None = None) -> None:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._clock = clock or MonotonicClock()
         self._large = asyncio.Lock()
         # One of each tenant waits for it. A tenant's turn lasts as long as somebody holds it or waits for it.
         self._turns: WeakValueDictionary[TenantId, asyncio.Lock] = WeakValueDictionary()
@@ -48,8 +51,8 @@ class BodyReader:
         *,
         parse_short: Callable[[bytes], _Body] | None = None,
     ) -> _Body:
-        """A request's JSON as `schema`; its account notes which fields have no effect. Nesting deeper than 200, NaN,
-        half surrogate pairs and bytes that are not UTF-8 are refused by the parser.
+        """A request's JSON as `schema`; its account notes when it had come, and which fields have no effect.
+        Nesting deeper than 200, NaN, half surrogate pairs and bytes that are not UTF-8 are refused by the parser.
 
         Args:
             request: The request.
@@ -122,6 +125,7 @@ class BodyReader:
             raise CancelledByPeerError("The client left while it sent its request.") from error
         raw = b"".join(chunks)
         account = account_of(request)
+        account.body_read_s = self._clock.now_s()
         if account.keeps_content:
             account.asked = raw.decode("utf-8", "replace")
         return raw

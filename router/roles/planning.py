@@ -174,7 +174,7 @@ class RolePlanning:
         usable = self._view.usable(now_s)
         look = SizingLook(
             pools=self._counts.pools(),
-            connected=len(self._view.workers),
+            connected={str(one.identity.worker_id) for one in self._view.workers},
             roles={str(one.identity.worker_id): one.hello.role for one in usable},
             pressure=self._planner.predicted,
             flip_is_near=self._planner.flip_is_near,
@@ -325,6 +325,7 @@ def _sizing_of(config: RolesConfig) -> SizingPolicy:
         low=config.low_pressure,
         sustained_s=config.scale_sustained_s,
         cooldown_s=config.scale_cooldown_s,
+        start_timeout_s=config.scale_start_timeout_s,
         pinned_s=config.pinned_s,
     )
 

@@ -6,9 +6,12 @@ it. What a pool would have with another number of workers is the role planner's 
 
 It cannot go back and forth under a constant load: one is added to a pool of n only at a pressure above `high`, and one
 taken from n + 1 only if less than `low`, which is below `high`, is predicted for n.
+
+A worker that is wanted and not there is waited for, but not for ever: one that never comes is passed over after a
+while, and is the first to be wanted no longer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from baton.ids import Role
@@ -27,6 +30,7 @@ class SizingPolicy:
         low: Pressure that must be predicted for a pool with one worker less.
         sustained_s: For so long that has to be so.
         cooldown_s: After a change has been carried out there is no other for so long.
+        start_timeout_s: A worker that is not there is waited for as long as this.
         warm_up_s: For so long after its first look the planner removes none: what it has averaged is too little still.
         pinned_s: Numbers that an operator has changed are left alone for so long.
     """
@@ -37,6 +41,7 @@ class SizingPolicy:
     low: float = 0.5
     sustained_s: float = 60.0
     cooldown_s: float = 120.0
+    start_timeout_s: float = 600.0
     warm_up_s: float = 60.0
     pinned_s: float = 900.0
 
@@ -47,17 +52,23 @@ class SizingLook:
 
     Attributes:
         pools: How many workers are wanted, by the role with which they were started.
-        connected: How many there are, whatever they do.
+        connected: The names of those that there are, whatever they do.
         roles: What those that are given work take now, by their names.
         pressure: Predicted for so many workers of a role; what is, for as many as there are.
         flip_is_near: Whether a worker is about to change its role.
     """
 
     pools: Mapping[str, int]
-    connected: int
+    connected: Set[str]
     roles: Mapping[str, Role]
     pressure: Callable[[Role, int], float]
     flip_is_near: bool
+
+    @property
+    def missing(self) -> Set[str]:
+        """The names of those that are wanted and not there."""
+        wanted = {f"{pool}-{i}" for pool, count in self.pools.items() for i in range(count)}
+        return wanted - self.connected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +99,8 @@ class WorkerCountPlanner:
         self._resizing: Resize | None = None
         self._rests_until_s = float("-inf")
         self._pinned_until_s = float("-inf")
+        self._whole_since_s: float | None = None
+        self._waits_until_s = float("-inf")
         self.verdict = "nothing has been looked at yet"
 
     def story(self) -> tuple[StoryEntry, ...]:
@@ -112,13 +125,14 @@ class WorkerCountPlanner:
         assert self._resizing is not None, "a change that was asked for"
         if changed and self._pools is not None:
             self._pools[self._resizing.pool] = self._resizing.workers
+            self._waits_until_s = now_s + self._policy.start_timeout_s
         self._story.record(PLANNER, now_s, f"{self._resizing.pool} workers: {outcome}")
         self._resizing = None
         self._rests_until_s = now_s + self._policy.cooldown_s
 
     def stand_by(self) -> None:
         """Somebody else plans, or nobody: what was seen so far is out of date when this planner looks again."""
-        self._wanted = self._pools = self._since_s = None
+        self._wanted = self._pools = self._since_s = self._whole_since_s = None
         self.verdict = "numbers of workers stay what they are"
 
     def _note_operator(self, look: SizingLook, now_s: float) -> None:
@@ -132,17 +146,33 @@ class WorkerCountPlanner:
             shown = " ".join(f"{pool}={count}" for pool, count in pools.items())
             what = f"an operator decides on the numbers of workers, {shown}: left alone for {self._policy.pinned_s:g} s"
             self._story.record(PLANNER, now_s, what)
+        if self._pools != pools:
+            self._waits_until_s = now_s + self._policy.start_timeout_s
         self._pools = pools
+
+    def _waits(self, missing: Set[str], now_s: float) -> bool:
+        """Whether those that are not there are still waited for: since the numbers changed, or a worker was lost after
+        all had been there for a while. One that comes and goes is not waited for each time.
+        """
+        if not missing:
+            if self._whole_since_s is None:
+                self._whole_since_s = now_s
+            return False
+        since_s, self._whole_since_s = self._whole_since_s, None
+        if since_s is not None and now_s - since_s >= self._policy.cooldown_s:
+            self._waits_until_s = now_s + self._policy.start_timeout_s
+        return now_s < self._waits_until_s
 
     def _decide(self, look: SizingLook, now_s: float) -> tuple[Resize | None, str]:
         counts = {role: list(look.roles.values()).count(role) for role in _ROLES}
-        total = sum(look.pools.values())
+        total, missing = sum(look.pools.values()), look.missing
+        waits = self._waits(missing, now_s)
         if self._resizing is not None:
             return None, "the number of workers is being changed"
         if now_s < self._pinned_until_s:
             return self._none("an operator has decided on the numbers of workers")
-        if look.connected < total:
-            return self._none(f"{look.connected} of {total} workers are there")
+        if waits:
+            return self._none(f"{total - len(missing)} of {total} workers are there")
         if look.flip_is_near:
             return self._none("roles change first")
         if not all(counts.values()):
@@ -175,26 +205,26 @@ class WorkerCountPlanner:
         assert self._since_s is not None, "this is a look"
         if now_s < self._since_s + self._policy.warm_up_s:
             return self._none("no pool has more to do than it should so far")
-        # Of a pool the worker with the highest name goes; it may have another role now.
-        last = {
-            pool: look.roles.get(f"{pool}-{count - 1}")
-            for pool, count in look.pools.items()
-            if count > 1
-        }
-        left = {
-            pool: look.pressure(role, counts[role] - 1)
-            for pool, role in last.items()
-            if role in _ROLES and counts[role] > 1
-        }
-        if not left or min(left.values()) >= self._policy.low:
+        # Of a pool the worker with the highest name goes; it may have another role now. One that is not there goes
+        # first: the others do without it already.
+        found: list[tuple[bool, float, str, str]] = []
+        for pool, count in look.pools.items():
+            name = f"{pool}-{count - 1}"
+            there = name not in look.missing
+            role = look.roles.get(name) if there else Role(pool)
+            if role is None or role not in counts or count == 1:
+                continue
+            left = counts[role] - 1 if there else counts[role]
+            pressure = look.pressure(role, left)  # beyond all bounds for none
+            if pressure < self._policy.low:
+                less = f"one worker less, {name}{'' if there else ', which is not there'}"
+                why = (
+                    f"{less}: pressure {pressure:.2f} is predicted for {left} {role.value} workers"
+                )
+                found.append((there, pressure, pool, why))
+        if not found:
             return self._none("every worker is needed")
-        pool = min(left, key=lambda each: (left[each], each))
-        role = last[pool]
-        assert role is not None, "it is among those that are given work"
-        why = (
-            f"one worker less, {pool}-{look.pools[pool] - 1}: pressure {left[pool]:.2f} is predicted for"
-            f" {counts[role] - 1} {role.value} workers"
-        )
+        _, _, pool, why = min(found)
         return self._due(look, pool, -1, why, now_s)
 
     def _due(

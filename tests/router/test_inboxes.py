@@ -26,8 +26,9 @@ def _step(*rows: tuple[RequestId, int]) -> Advance:
     )
 
 
-def _tokens(*tokens: int) -> Tokens:
-    return Tokens(samples=tuple(plain_token(0, token) for token in tokens))
+def _tokens(*tokens: int, put_s: tuple[float, ...] | None = None) -> Tokens:
+    samples = tuple(plain_token(0, token) for token in tokens)
+    return Tokens(samples=samples, put_s=put_s or (0.0,) * len(tokens))
 
 
 async def _waiting(reading: asyncio.Task[object]) -> bool:
@@ -67,10 +68,22 @@ async def test_an_end_never_waits_for_the_gap():
     inboxes.put_step(_step((A, 2)), 0.0)
     last = TokenSample(sample=0, token=3, finish=FinishReason.STOP)
     inboxes.put(Emit(request_id=A, tokens=(last,)))
-    assert await soon(inbox.next()) == Tokens(samples=(plain_token(0, 2), last))
+    assert await soon(inbox.next()) == Tokens(samples=(plain_token(0, 2), last), put_s=(0.0, 0.0))
     inboxes.end(A, OverloadedError("enough"))
     with pytest.raises(OverloadedError):
         await soon(inbox.next())
+
+
+async def test_a_reader_that_comes_late_is_told_when_each_token_was_there():
+    clock = ManualClock()
+    inboxes = Inboxes(max_bytes=1 << 20, clock=clock)
+    inbox = inboxes.open(A)
+    clock.advance(1.0)
+    inboxes.put_step(_step((A, 1)), clock.now_s())
+    clock.advance(1.0)
+    inboxes.put(Emit(request_id=A, tokens=(plain_token(0, 2), plain_token(0, 3))))
+    clock.advance(10.0)
+    assert await soon(inbox.next()) == _tokens(1, 2, 3, put_s=(1.0, 2.0, 2.0))
 
 
 async def test_readers_that_leave_too_much_unread_are_named():
@@ -149,7 +162,7 @@ async def test_of_many_tokens_that_wait_some_are_taken_and_the_loop_runs_before_
     while len(taken) < 2000:
         event = await inbox.next()
         assert isinstance(event, Tokens)
-        assert len(event.samples) <= 256
+        assert len(event.samples) == len(event.put_s) <= 256
         taken += [sample.token for sample in event.samples]
     running.cancel()
     assert taken == list(range(2000))

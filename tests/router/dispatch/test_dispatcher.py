@@ -68,6 +68,7 @@ from router.dispatch.events import (
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
 from router.ports import GenerationRequest
+from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
@@ -83,12 +84,14 @@ class Core:
     def __init__(self, *, policy: RetryPolicy | None = None) -> None:
         index = PrefixIndex(max_blocks=1000)
         self.view = ClusterView(index)
+        self.decisions = DecisionLog("prefix_affinity")
         placement = Placement(
             view=self.view,
             index=index,
             policy=policy_named("prefix_affinity"),
             secret=b"s" * 32,
             rng=Random(0),
+            log=self.decisions,
         )
         self.dispatcher = Dispatcher(
             view=self.view, placement=placement, policy=policy or RetryPolicy()
@@ -548,6 +551,26 @@ def test_the_decode_worker_computes_the_prompt_when_no_prefill_worker_is_left(co
 
 def test_a_short_prompt_is_computed_where_its_pages_were_once_two_prefill_workers_were_lost(core):
     core.join("p0", "p1", "p2", "d0", "d1")
+    p, d = start_pair(core)
+    again = sent(die(core, p), LegKind.PREFILL)
+    assert sent(die(core, again), LegKind.GENERATE).worker == d.worker
+
+
+def test_a_take_over_that_is_not_allowed_is_no_decision(core):
+    core.join("p0", "p1", "p2", "d0", "d1")
+    p, _ = start_pair(core)
+    again = sent(die(core, p), LegKind.PREFILL)
+    assert sum(core.decisions.counts.values()) == 2
+    (third,) = {"p0", "p1", "p2"} - {p.worker.worker_id, again.worker.worker_id}
+    picked = core.view.find(third).last_pick
+    die(core, again)
+    assert sum(core.decisions.counts.values()) == 2
+    assert core.view.find(third).last_pick == picked
+
+
+def test_a_long_prompt_without_another_prefill_worker_is_computed_where_its_pages_were():
+    core = Core(policy=RetryPolicy(recompute_tokens=4))
+    core.join("p0", "p1", "d0", "d1")
     p, d = start_pair(core)
     again = sent(die(core, p), LegKind.PREFILL)
     assert sent(die(core, again), LegKind.GENERATE).worker == d.worker
@@ -1094,6 +1117,19 @@ def test_the_deadline_ends_a_job(core):
     actions = core.pass_time(5.0)
     assert isinstance(sent(actions, Fail).error, DeadlineError)
     assert cancelled(actions) == {p.leg_id, d.leg_id}
+    core.assert_empty()
+
+
+def test_a_job_whose_tokens_are_out_ends_well_though_its_deadline_passes_first(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=2, timeout_s=5.0)
+    core(first_tokens(p, drawn(0, 0, 2)))
+    core.now_s = 4.9
+    core(decoded(d, drawn(0, 1, 2)))
+    actions = core.pass_time(0.2)
+    assert sent(actions, Finish).timing.output_tokens == 2
+    assert not any(isinstance(action, Fail) for action in actions)
+    assert cancelled(actions) == {p.leg_id}
     core.assert_empty()
 
 

@@ -234,6 +234,16 @@ async def test_nothing_is_tokenized_for_who_could_not_be_taken(
         assert not served.generator.requests
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refused_request_counts_once_however_many_prompts_it_has(stream):
+    async with serve(parts=parts("weight: 1")) as served:
+        served.generator.fault = OverloadedError("Too many are waiting.", reason="queue_full")
+        reply = await served.complete(KEY, prompt=["hi"] * 100, stream=stream)
+        assert reply.status_code == 429
+        labels = {"tenant_class": "interactive", "reason": "queue_full"}
+        assert served.metric("baton_rejected_total", **labels) == 1
+
+
 class _HeldLimiter(LocalLimiter):
     """Answers at once, or when it may, as Redis does some requests at a time."""
 

@@ -151,3 +151,19 @@ async def test_a_fault_of_one_source_closes_the_others_and_is_raised():
         async for _ in stream:
             pass
     assert closed == [10]
+
+
+async def test_no_more_sources_are_begun_once_one_has_failed():
+    begun = 0
+
+    async def refused() -> AsyncGenerator[int, None]:
+        nonlocal begun
+        begun += 1
+        if begun:
+            raise RuntimeError("refused")
+        yield 1
+
+    with pytest.raises(RuntimeError, match="refused"):
+        async for _ in merged([refused() for _ in range(100)]):
+            pass
+    assert begun < 20

@@ -65,10 +65,10 @@ class Planned:
         self.workers = workers or Workers()
         self.view = ClusterView(PrefixIndex(max_blocks=100))
         for name, role in (
-            ("p0", Role.PREFILL),
-            ("p1", Role.PREFILL),
-            ("d0", Role.DECODE),
-            ("d1", Role.DECODE),
+            ("prefill-0", Role.PREFILL),
+            ("prefill-1", Role.PREFILL),
+            ("decode-0", Role.DECODE),
+            ("decode-1", Role.DECODE),
         ):
             self.view.join(hello(name, role, transfer_address=f"unix:/{name}"), f"unix:{name}", 0.0)
         self.planning = RolePlanning(
@@ -102,7 +102,7 @@ async def test_a_worker_is_told_to_change_its_role_and_operators_why():
     planned = Planned()
     await planned.look(60)
     [(address, role)] = planned.workers.asked
-    assert address in ("unix:p0", "unix:p1")
+    assert address in ("unix:prefill-0", "unix:prefill-1")
     assert role is Role.DECODE
     assert "becomes a decode worker: pressure" in planned.told()
     assert "a decode worker now" in planned.told()

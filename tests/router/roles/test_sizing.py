@@ -7,7 +7,14 @@ from baton.ids import Role
 from router.roles.sizing import Resize, SizingLook, SizingPolicy, WorkerCountPlanner
 
 POLICY = SizingPolicy(
-    least=2, most=8, high=0.8, low=0.5, sustained_s=10.0, cooldown_s=30.0, pinned_s=900.0
+    least=2,
+    most=8,
+    high=0.8,
+    low=0.5,
+    sustained_s=10.0,
+    cooldown_s=30.0,
+    start_timeout_s=600.0,
+    pinned_s=900.0,
 )
 
 
@@ -26,7 +33,7 @@ class Cluster:
         self.planner = WorkerCountPlanner(self.policy)
         self.now_s = 0.0
         self.pools = {"prefill": self.prefill, "decode": self.decode, "hybrid": 0}
-        self.there = dict(self.pools)
+        self.there = {f"{pool}-{i}" for pool, count in self.pools.items() for i in range(count)}
         self.starting: list[tuple[float, str]] = []
         self.resizes: list[Resize] = []
         self.flipped: dict[str, Role] = {}
@@ -35,18 +42,18 @@ class Cluster:
         return self.loads.get(role, 0.0) / workers if workers else float("inf")
 
     def roles(self) -> dict[str, Role]:
-        names = {f"{p}-{i}": Role(p) for p, count in self.there.items() for i in range(count)}
+        names = {name: Role(name.split("-")[0]) for name in self.there}
         return names | {name: role for name, role in self.flipped.items() if name in names}
 
     def run(self, seconds: int, *, changes: bool = True) -> None:
         for _ in range(seconds):
             self.now_s += 1.0
-            for due_s, pool in [one for one in self.starting if one[0] <= self.now_s]:
-                self.starting.remove((due_s, pool))
-                self.there[pool] += 1
+            for due_s, name in [one for one in self.starting if one[0] <= self.now_s]:
+                self.starting.remove((due_s, name))
+                self.there.add(name)
             look = SizingLook(
                 pools=dict(self.pools),
-                connected=sum(self.there.values()),
+                connected=set(self.there),
                 roles=self.roles(),
                 pressure=self.pressure,
                 flip_is_near=self.flip_is_near,
@@ -56,10 +63,12 @@ class Cluster:
                 continue
             self.resizes.append(resize)
             if changes:
+                name = f"{resize.pool}-{min(resize.workers, self.pools[resize.pool])}"
                 if resize.workers > self.pools[resize.pool]:
-                    self.starting.append((self.now_s + self.start_s, resize.pool))
+                    self.starting.append((self.now_s + self.start_s, name))
                 else:
-                    self.there[resize.pool] -= 1
+                    self.there.discard(name)
+                    self.starting = [one for one in self.starting if one[1] != name]
                 self.pools[resize.pool] = resize.workers
             self.planner.resized(self.now_s, outcome="done", changed=changes)
 
@@ -81,6 +90,63 @@ def test_no_worker_is_asked_for_while_one_is_on_its_way():
     cluster.run(400)
     assert cluster.asked() == [("decode", 2)]
     assert cluster.planner.verdict == "2 of 3 workers are there"
+
+
+NEVER = 1_000_000
+
+
+def test_a_worker_that_never_comes_holds_up_no_other_for_longer_than_one_may_take_to_start():
+    cluster = Cluster(start_s=NEVER, loads={Role.DECODE: 1.0})
+    cluster.run(11)
+    assert cluster.asked() == [("decode", 2)]
+    cluster.run(int(POLICY.start_timeout_s) - 1)
+    assert cluster.planner.verdict == "2 of 3 workers are there"
+    cluster.run(12)
+    assert cluster.asked() == [("decode", 2), ("decode", 3)]
+
+
+def test_of_a_pool_with_little_to_do_the_worker_that_is_not_there_goes_first_and_alone():
+    cluster = Cluster(prefill=3, decode=3, loads={Role.PREFILL: 1.2, Role.DECODE: 0.8})
+    cluster.there.remove("decode-2")
+    cluster.run(int(POLICY.start_timeout_s))
+    assert cluster.asked() == []
+    cluster.run(200)
+    assert cluster.asked() == [("decode", 2)], "0.40 for the two that are there, and 0.80 for one"
+    assert cluster.resizes[0].why == (
+        "one worker less, decode-2, which is not there:"
+        " pressure 0.40 is predicted for 2 decode workers"
+    )
+    assert cluster.planner.verdict == "every worker is needed"
+
+
+def test_while_a_worker_is_missing_another_that_is_not_needed_ends_all_the_same():
+    cluster = Cluster(prefill=1, decode=4, loads={Role.PREFILL: 0.6, Role.DECODE: 0.6})
+    cluster.there.remove("decode-1")
+    cluster.run(int(POLICY.start_timeout_s) + 50)
+    assert cluster.asked() == [("decode", 3)], "0.30 for two of three"
+
+
+def test_a_worker_that_comes_and_goes_is_not_waited_for_each_time():
+    cluster = Cluster(prefill=1, decode=2, loads={Role.DECODE: 3.0})
+    for _ in range(int(POLICY.start_timeout_s) // 8 + 10):
+        cluster.there.discard("decode-1")
+        cluster.run(5)
+        cluster.there.add("decode-1")
+        cluster.run(3)
+    assert ("decode", 3) in cluster.asked()
+
+
+def test_a_worker_that_is_lost_is_waited_for():
+    cluster = Cluster(prefill=1, decode=3, loads={Role.PREFILL: 0.6, Role.DECODE: 1.7})
+    cluster.run(2000)
+    assert cluster.asked() == []
+    cluster.there.remove("decode-2")
+    cluster.run(int(POLICY.start_timeout_s) - 1)
+    assert cluster.asked() == []
+    assert cluster.planner.verdict == "3 of 4 workers are there"
+    cluster.there.add("decode-2")
+    cluster.run(100)
+    assert cluster.asked() == []
 
 
 def test_roles_change_first():
@@ -127,7 +193,8 @@ def test_the_worker_that_would_end_counts_in_the_pool_whose_role_it_has_now():
 def test_an_operators_numbers_are_left_alone_for_a_while():
     cluster = Cluster(loads={Role.DECODE: 5.0})
     cluster.run(5)
-    cluster.pools["decode"] = cluster.there["decode"] = 2
+    cluster.pools["decode"] = 2
+    cluster.there.add("decode-1")
     cluster.run(800)
     assert cluster.asked() == []
     assert "an operator decides on the numbers" in str(cluster.planner.story())
