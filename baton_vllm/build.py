@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.config.schema import EngineConfig, GrammarConfig, ModelConfig
@@ -117,20 +118,21 @@ def build_vllm_engine(
     ranks = WorkerRanks(rank_memories, hand_offs, sink) if rank_memories else None
     shared = _Shared(hand_offs, VllmPoolPages(), VllmArena(memory), ranks)
     adapters = read_adapters(model.lora_modules)
-    core, vllm_config = _open(model, config, shared, adapters, progress)
-    from baton_vllm.core import VllmCore
-
-    layout = _layout(core, vllm_config, role, shared, adapters)
-    limits = _limits(core, vllm_config, layout.windows, adapters)
-    if pools := _pools(shared, layout):
-        shared.pool_pages.name_by(secret, layout)
     # Here, for it imports torch: workers without a model look at this module, too.
     from baton_engine.models.config import resolve_model
 
+    directory = resolve_model(model.model, model.revision)
+    core, vllm_config = _open(model, config, shared, adapters, directory, progress)
+    from baton_vllm.core import VllmCore
+
+    layout = _layout(core, vllm_config, role, shared, adapters, directory)
+    limits = _limits(core, vllm_config, layout.windows, adapters)
+    if pools := _pools(shared, layout):
+        shared.pool_pages.name_by(secret, layout)
     eos_ids, names = _eos_ids(vllm_config.model_config), BlockNames(secret, layout)
     progress("reading the tokenizer", None)
     grammars = load_compiler(
-        resolve_model(model.model, model.revision),
+        directory,
         grammar,
         vocab_size=limits.vocab_size,
         eos_ids=eos_ids,
@@ -190,6 +192,7 @@ def _open(
     config: EngineConfig,
     shared: _Shared,
     adapters: Sequence[Adapter],
+    directory: Path,
     progress: Callable[[str, float | None], None],
 ) -> tuple[Any, Any]:
     """vLLM's core and its whole configuration. On a CPU its connector is Baton's, which holds what is `shared`, and its KV
@@ -219,11 +222,13 @@ def _open(
         current_platform.get_punica_wrapper = lambda: _PUNICA_WRAPPER
         if shared.ranks is None:
             settings = CONNECTOR_CONFIG
-            objects = connector_objects(shared.hand_offs, shared.pool_pages, shared.arena, adapters)
+            objects = connector_objects(
+                shared.hand_offs, shared.pool_pages, shared.arena, adapters, directory
+            )
         else:
             from baton_vllm.rank_connector import RANK_CONNECTOR_CONFIG, rank_objects
 
-            settings, objects = RANK_CONNECTOR_CONFIG, rank_objects(shared.ranks)
+            settings, objects = RANK_CONNECTOR_CONFIG, rank_objects(shared.ranks, directory)
         arguments["kv_transfer_config"] = settings | {"kv_connector_extra_config": objects}
     elif shared.ranks is not None:
         raise _no_ranks("are supported on CPUs only yet")
@@ -338,7 +343,12 @@ def _block_tokens(groups: Sequence[Any]) -> int:
 
 
 def _layout(
-    core: Any, vllm_config: Any, role: Role, shared: _Shared, adapters: Sequence[Adapter]
+    core: Any,
+    vllm_config: Any,
+    role: Role,
+    shared: _Shared,
+    adapters: Sequence[Adapter],
+    directory: Path,
 ) -> KvLayout:
     """Of the pages, of all ranks together.
 
@@ -356,11 +366,15 @@ def _layout(
     if role is not Role.HYBRID:
         core.shutdown()  # ranks are processes
         raise shared.misfit
-    return _layout_that_stays(core, vllm_config, shared.ranks, adapters)
+    return _layout_that_stays(core, vllm_config, shared.ranks, adapters, directory)
 
 
 def _layout_that_stays(
-    core: Any, vllm_config: Any, ranks: WorkerRanks | None, adapters: Sequence[Adapter]
+    core: Any,
+    vllm_config: Any,
+    ranks: WorkerRanks | None,
+    adapters: Sequence[Adapter],
+    directory: Path,
 ) -> KvLayout:
     """Of pages that are not handed off. Where the model is in the ranks' processes they know what decides the bytes."""
     from baton_vllm.arena import fingerprint_of
@@ -370,7 +384,7 @@ def _layout_that_stays(
     config = core.scheduler.kv_cache_config
     spec = config.kv_cache_groups[0].kv_cache_spec
     return KvLayout(
-        model_fingerprint=fingerprint_of(page_facts(vllm_config, config, adapters))
+        model_fingerprint=fingerprint_of(page_facts(vllm_config, config, adapters, directory))
         if ranks is None
         else ranks.fingerprint,
         dtype=str(spec.dtype).removeprefix("torch."),
