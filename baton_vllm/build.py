@@ -5,7 +5,7 @@ nothing of vLLM is imported before.
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from baton_vllm.host import VllmEngineHost
 from baton_vllm.pool_pages import VllmPoolPages
 from baton_vllm.ports import RankMemory
 from baton_vllm.ranks import WorkerRanks
-from baton_vllm.settings import MINOR, engine_arguments, missing
+from baton_vllm.settings import MINOR, VISIBLE_GPUS, engine_arguments, missing, one_gpu
 
 if TYPE_CHECKING:
     from baton_vllm.arena import VllmArena
@@ -84,6 +84,8 @@ def build_vllm_engine(
     progress: Callable[[str, float | None], None],
     grammar: GrammarConfig = GrammarConfig(),  # noqa: B008 - frozen
     rank_memories: Sequence[RankMemory] = (),
+    gpu: int | None = None,
+    gpu_sharers: int = 1,
 ) -> BuiltVllm:
     """Has vLLM load the model and take the memory for its KV pages. Blocks, for minutes with a large model.
 
@@ -97,9 +99,12 @@ def build_vllm_engine(
         sink: Told of pages that are to be sent.
         progress: Called with what is being done.
         grammar: What the grammars of outputs may cost.
+        gpu: Index of the GPU to compute on, among those that this process sees: where it is to be one. From then on
+            the process sees no other, for vLLM takes the first. None for any.
+        gpu_sharers: Workers on that GPU.
 
     Raises:
-        ConfigError: vLLM is missing or of another version, a setting is not one that it takes, or pages would have to
+        ConfigError: vLLM is missing or of another version, there is no such GPU, a setting is not one that it takes, or pages would have to
             be handed off that cannot be.
         ModelLoadError: vLLM refuses the model; in its words.
     """
@@ -107,6 +112,9 @@ def build_vllm_engine(
         raise ConfigError(why, param="engine.kind")
     for name, value in _ENVIRONMENT.items():
         os.environ[name] = value
+    if gpu is not None and config.device != "cpu":
+        os.environ[VISIBLE_GPUS] = one_gpu(os.environ.get(VISIBLE_GPUS), gpu)
+    config = replace(config, gpu_memory_utilization=config.gpu_memory_utilization / gpu_sharers)
     if len(rank_memories) > 1:
         if model.lora_modules or config.vllm.get("enable_lora"):
             raise _no_ranks("serve no adapters yet")

@@ -16,6 +16,9 @@ MINOR = "0.32"
 
 INSTALL = f"pip install 'vllm=={MINOR}.*' on a machine with GPUs, `make install-vllm` for CPUs"
 
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+"""The variable by which CUDA knows which GPUs a process may see; read once, when a process begins to use it."""
+
 GIVEN_BY = {
     "model": "model.model",
     "served_model_name": "model.served_model_name",
@@ -214,6 +217,27 @@ def check_settings(given: Mapping[str, object]) -> None:
             near = difflib.get_close_matches(name, sorted(PASSED), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{path}: vLLM {MINOR} has no such setting{hint}", param=path)
+
+
+def one_gpu(listed: str | None, gpu: int) -> str:
+    """`VISIBLE_GPUS` of a process that is to see one of the GPUs that it sees now, and no other.
+
+    Args:
+        listed: What it is now: indices or UUIDs; None for all GPUs of the machine.
+        gpu: Which of them, by its index among them.
+
+    Raises:
+        ConfigError: There are some, and fewer.
+    """
+    if listed is None:
+        return str(gpu)
+    names = [name.strip() for name in listed.split(",")]
+    seen = names[: next((i for i, name in enumerate(names) if name in ("", "-1")), None)]
+    if not seen:  # none is to be used; vLLM says so where it needs one
+        return listed
+    if gpu >= len(seen):
+        raise ConfigError(f"GPU {gpu} is wanted, and {VISIBLE_GPUS} has {len(seen)}")
+    return seen[gpu]
 
 
 def num_ranks(config: EngineConfig) -> int:
