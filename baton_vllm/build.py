@@ -14,7 +14,8 @@ from baton.config.schema import EngineConfig, GrammarConfig, ModelConfig
 from baton.errors import ConfigError, EngineError, ModelLoadError
 from baton.ids import LayerName, Role
 from baton.layout import SPARE_BLOCKS, KvLayout
-from baton_engine.grammar import load_compiler
+from baton.pretrained import PretrainedTokenizer, read_tokenizer
+from baton_engine.grammar import make_compiler
 from baton_engine.ports import ArenaAllocator, GrammarCounts, LayerSink
 from baton_engine.scheduling.limits import EngineLimits
 from baton_vllm.adapters import (
@@ -137,13 +138,14 @@ def build_vllm_engine(
     limits = _limits(core, vllm_config, layout.windows, adapters)
     if pools := _pools(shared, layout):
         shared.pool_pages.name_by(secret, layout)
-    eos_ids, names = _eos_ids(vllm_config.model_config), BlockNames(secret, layout)
+    names = BlockNames(secret, layout)
     progress("reading the tokenizer", None)
-    grammars = load_compiler(
-        directory,
-        grammar,
-        vocab_size=limits.vocab_size,
-        eos_ids=eos_ids,
+    tokenizer = _tokenizer(directory)
+    eos_ids = _eos_ids(vllm_config.model_config, tokenizer, limits.vocab_size)
+    grammars = (
+        None
+        if tokenizer is None
+        else make_compiler(tokenizer, grammar, vocab_size=limits.vocab_size, eos_ids=eos_ids)
     )
     hosted = VllmCore(
         core,
@@ -450,11 +452,25 @@ def _limits(
     )
 
 
-def _eos_ids(model: Any) -> tuple[int, ...]:
-    """The model's end-of-sequence ids, from its generation settings or its configuration."""
+def _tokenizer(directory: Path) -> PretrainedTokenizer | None:
+    """The model's; None where none can be read."""
+    try:
+        return read_tokenizer(directory)
+    except ModelLoadError as error:
+        logger.warning("grammars are refused, there is no tokenizer for them: %s", error)
+        return None
+
+
+def _eos_ids(model: Any, tokenizer: PretrainedTokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """The model's end-of-sequence ids, as vLLM's front has them (v1/engine/input_processor.py): from its generation
+    settings or its configuration, and that of the tokenizer.
+    """
     told = model.try_get_generation_config().get("eos_token_id")
     if told is None:
         told = getattr(model.hf_text_config, "eos_token_id", None)
-    if told is None:
-        return ()
-    return (told,) if isinstance(told, int) else tuple(told)
+    ids = [told] if isinstance(told, int) else [*(told or ())]
+    if tokenizer is not None and (eos := tokenizer.special_tokens.get("eos_token")) is not None:
+        own = tokenizer.backend.token_to_id(eos)
+        if own is not None and own < vocab_size:  # else it is never drawn
+            ids.append(own)
+    return tuple(dict.fromkeys(ids))

@@ -33,6 +33,7 @@ from baton_vllm import build
 from baton_vllm.settings import missing
 from kv_transfer.memory.arena import WorkerMemory
 from prefill_worker.sink import TransferSink
+from tests.baton_engine.tiny_models import make_tokenizer
 from tests.baton_vllm.engine_run import prompt_tokens
 from tests.baton_vllm.families import make_model
 
@@ -237,3 +238,30 @@ def test_a_flush_is_told_though_the_engine_has_nothing_to_do(build_engine: Build
     assert held()
     built.host.submit(FlushCache())
     told.wait_until(lambda: not held())
+
+
+def test_an_answer_ends_at_the_models_ends_and_at_the_tokenizers(
+    build_engine: Build, tmp_path: Path
+) -> None:
+    """As with vLLM's own front, which is not here to say so."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    built, told = build_engine(max_num_seqs=4)
+    ends = {SeqId(f"at {token}"): token for token in (7, 8, tokenizer.eos_token_id, 9)}
+    for seq_id, token in ends.items():
+        prompt = asked(40, max_tokens=3, logit_bias={token: 100.0})
+        sampling = replace(prompt.sampling, ignore_eos=False)
+        built.host.submit(Generate(seq_id=seq_id, prompt=replace(prompt, sampling=sampling)))
+    built.host.start()
+    finishes: dict[SeqId, FinishReason] = {}
+
+    def are_over() -> bool:
+        for sampled in (event.sampled for event in told.events if event.sampled is not None):
+            over = zip(sampled.seq_ids, sampled.finish_reasons, strict=True)
+            finishes.update((name, finish) for name, finish in over if finish is not None)
+        return finishes.keys() == ends.keys()
+
+    told.wait_until(are_over)
+    stop, length = FinishReason.STOP, FinishReason.LENGTH
+    assert finishes == dict(zip(ends, (stop, stop, stop, length), strict=True))
