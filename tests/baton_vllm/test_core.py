@@ -170,6 +170,28 @@ def test_what_vllm_refuses_ends_its_own_request_alone(build_engine: Build) -> No
     assert built.host.failure() is None
 
 
+def test_each_request_gets_as_many_alternatives_as_it_asked_for_itself(
+    build_engine: Build,
+) -> None:
+    """vLLM computes as many for all of a step."""
+    built, told = build_engine({"max_logprobs": 5}, max_num_seqs=4)
+    wanted = {FIRST: 1, ORDINARY: 5, URGENT: 0}
+    for seq_id, top in wanted.items():
+        built.host.submit(generate(seq_id, 40, logprobs=top, prompt_logprobs=2))
+    built.host.start()
+    told.wait_for(*wanted)
+    steps = [event.sampled for event in told.events if event.sampled is not None]
+    assert max(len(sampled.seq_ids) for sampled in steps) == len(wanted)
+    got = Counter(
+        (sampled.seq_ids[place], len(row.top_tokens), len(row.top_logprobs))
+        for sampled in steps
+        for place, row in sampled.logprobs.items()
+    )
+    assert got == {(seq_id, top, top): 3 for seq_id, top in wanted.items()}
+    of_prompts = [rows for sampled in steps for rows in sampled.prompt_logprobs.values()]
+    assert {len(row.top_tokens) for rows in of_prompts for row in rows} == {2}
+
+
 @pytest.mark.parametrize("scores", [None, 0], ids=["plain", "prompt_logprobs"])
 def test_a_prompt_for_another_worker_is_begun_only_where_all_of_its_blocks_are_left_for_it(
     build_engine: Build, scores: int | None
