@@ -32,7 +32,7 @@ class KvLayout:
     """What fixes the bytes of a page.
 
     Attributes:
-        model_fingerprint: Digest of the model's config and weights' names and sizes (baton_engine.models.config).
+        model_fingerprint: Digest of the model's config and of a sample of its weights (baton_engine.models.checkpoint).
         dtype: `float32`, `float16` or `bfloat16`; or `float8_e4m3fn`, over scales that follow from the model's weights
             (`baton_engine.models.kv_scales`), so that no page carries any.
         block_tokens: Tokens per page, a power of two from 1 to 256.

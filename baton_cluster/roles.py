@@ -166,19 +166,21 @@ async def _run_vllm(child: Child) -> None:
     from baton_vllm.settings import num_ranks
     from prefill_worker.sink import TransferSink
 
-    config, sink = child.assignment.config, TransferSink()
+    config, worker, sink = child.assignment.config, _worker_of(child), TransferSink()
     memories = [WorkerMemory() for _ in range(num_ranks(config.engine))]
     built = await call_in_thread(
         build_vllm_engine,
         config.model,
         config.engine,
-        role=_worker_of(child).role,
+        role=worker.role,
         secret=bytes.fromhex(config.cluster.secret),
         memory=memories[0],
         sink=sink,
         progress=child.progress,
         grammar=config.grammar,
         rank_memories=memories if len(memories) > 1 else (),
+        gpu=worker.gpu,
+        gpu_sharers=worker.gpu_sharers,
     )
     await _serve_engine(child, built, memories, sink, None, _counted(built.grammar_counts))
 

@@ -27,7 +27,7 @@ from baton.config.schema import GrammarConfig
 from baton.errors import BatonError, EngineError, ModelLoadError
 from baton.generation import Prompt
 from baton.grammar import parser_limits
-from baton.pretrained import read_tokenizer
+from baton.pretrained import PretrainedTokenizer, read_tokenizer
 from baton_engine.matcher import CompiledGrammar, MaskThreads, MatcherConstraint, refusal_of
 from baton_engine.ports import GrammarCounts, TokenConstraint
 
@@ -241,11 +241,27 @@ def load_compiler(
         vocab_size: How many tokens the model scores.
         eos_ids: Those that end a text.
     """
+    try:
+        tokenizer = read_tokenizer(directory)
+    except ModelLoadError as error:
+        logger.warning("grammars are refused, there is no tokenizer for them: %s", error)
+        return None
+    return make_compiler(tokenizer, config, vocab_size=vocab_size, eos_ids=eos_ids)
+
+
+def make_compiler(
+    pretrained: PretrainedTokenizer,
+    config: GrammarConfig,
+    *,
+    vocab_size: int,
+    eos_ids: Sequence[int],
+) -> MatcherCompiler | None:
+    """As `load_compiler`, where the tokenizer has been read; it is the compiler's from then on."""
     if not eos_ids:
         logger.warning("grammars are refused: no token of this model ends a text")
         return None
+    backend = pretrained.backend
     try:
-        backend = read_tokenizer(directory).backend
         backend.no_truncation()
         backend.no_padding()
         num_known = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -254,7 +270,7 @@ def load_compiler(
             n_vocab=max(vocab_size, num_known),
             eos_token=list(eos_ids),
         )
-    except (ModelLoadError, ValueError) as error:
+    except ValueError as error:
         logger.warning("grammars are refused, the tokenizer is of no use for them: %s", error)
         return None
     return MatcherCompiler(tokenizer, config)

@@ -114,6 +114,17 @@ def fingerprint(adapters: Sequence[Adapter], lora_config: object) -> str:
     return blake2b("\0".join(sorted(parts)).encode(), digest_size=16).hexdigest()
 
 
+def digest_files(*files: Path) -> str:
+    """Of their names, sizes and all of their bytes, in that order. Blocks."""
+    digest = blake2b(digest_size=16)
+    for file in files:
+        digest.update(f"{file.name} {file.stat().st_size}\0".encode())
+        with file.open("rb") as opened:
+            while chunk := opened.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
 def _read(name: str, path: Path, number: int) -> Adapter:
     config = path / _CONFIG
     weights = next((path / file for file in _WEIGHTS if (path / file).is_file()), None)
@@ -125,7 +136,7 @@ def _read(name: str, path: Path, number: int) -> Adapter:
         raise refusal(name, f"{path} has no {' or '.join(_WEIGHTS)}")
     rank = _rank(name, config)
     try:
-        digest = _digest(config, weights)
+        digest = digest_files(config, weights)
     except OSError as error:
         raise refusal(name, f"{path} cannot be read: {error.strerror}") from error
     return Adapter(name=name, path=path.absolute(), number=number, rank=rank, digest=digest)
@@ -140,13 +151,3 @@ def _rank(name: str, config: Path) -> int:
     if not all(type(rank) is int and rank > 0 for rank in ranks):
         raise refusal(name, f"{config}: a rank (r) is a whole number above 0")
     return max(ranks)
-
-
-def _digest(*files: Path) -> str:
-    digest = blake2b(digest_size=16)
-    for file in files:
-        digest.update(f"{file.name} {file.stat().st_size}\0".encode())
-        with file.open("rb") as opened:
-            while chunk := opened.read(_CHUNK_BYTES):
-                digest.update(chunk)
-    return digest.hexdigest()

@@ -5,15 +5,17 @@ nothing of vLLM is imported before.
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.config.schema import EngineConfig, GrammarConfig, ModelConfig
 from baton.errors import ConfigError, EngineError, ModelLoadError
 from baton.ids import LayerName, Role
 from baton.layout import SPARE_BLOCKS, KvLayout
-from baton_engine.grammar import load_compiler
+from baton.pretrained import PretrainedTokenizer, read_tokenizer
+from baton_engine.grammar import make_compiler
 from baton_engine.ports import ArenaAllocator, GrammarCounts, LayerSink
 from baton_engine.scheduling.limits import EngineLimits
 from baton_vllm.adapters import (
@@ -30,7 +32,7 @@ from baton_vllm.host import VllmEngineHost
 from baton_vllm.pool_pages import VllmPoolPages
 from baton_vllm.ports import RankMemory
 from baton_vllm.ranks import WorkerRanks
-from baton_vllm.settings import MINOR, engine_arguments, missing
+from baton_vllm.settings import MINOR, VISIBLE_GPUS, engine_arguments, missing, one_gpu
 
 if TYPE_CHECKING:
     from baton_vllm.arena import VllmArena
@@ -83,6 +85,8 @@ def build_vllm_engine(
     progress: Callable[[str, float | None], None],
     grammar: GrammarConfig = GrammarConfig(),  # noqa: B008 - frozen
     rank_memories: Sequence[RankMemory] = (),
+    gpu: int | None = None,
+    gpu_sharers: int = 1,
 ) -> BuiltVllm:
     """Has vLLM load the model and take the memory for its KV pages. Blocks, for minutes with a large model.
 
@@ -96,9 +100,12 @@ def build_vllm_engine(
         sink: Told of pages that are to be sent.
         progress: Called with what is being done.
         grammar: What the grammars of outputs may cost.
+        gpu: Index of the GPU to compute on, among those that this process sees: where it is to be one. From then on
+            the process sees no other, for vLLM takes the first. None for any.
+        gpu_sharers: Workers on that GPU.
 
     Raises:
-        ConfigError: vLLM is missing or of another version, a setting is not one that it takes, or pages would have to
+        ConfigError: vLLM is missing or of another version, there is no such GPU, a setting is not one that it takes, or pages would have to
             be handed off that cannot be.
         ModelLoadError: vLLM refuses the model; in its words.
     """
@@ -106,6 +113,9 @@ def build_vllm_engine(
         raise ConfigError(why, param="engine.kind")
     for name, value in _ENVIRONMENT.items():
         os.environ[name] = value
+    if gpu is not None and config.device != "cpu":
+        os.environ[VISIBLE_GPUS] = one_gpu(os.environ.get(VISIBLE_GPUS), gpu)
+    config = replace(config, gpu_memory_utilization=config.gpu_memory_utilization / gpu_sharers)
     if len(rank_memories) > 1:
         if model.lora_modules or config.vllm.get("enable_lora"):
             raise _no_ranks("serve no adapters yet")
@@ -117,23 +127,25 @@ def build_vllm_engine(
     ranks = WorkerRanks(rank_memories, hand_offs, sink) if rank_memories else None
     shared = _Shared(hand_offs, VllmPoolPages(), VllmArena(memory), ranks)
     adapters = read_adapters(model.lora_modules)
-    core, vllm_config = _open(model, config, shared, adapters, progress)
-    from baton_vllm.core import VllmCore
-
-    layout = _layout(core, vllm_config, role, shared, adapters)
-    limits = _limits(core, vllm_config, layout.windows, adapters)
-    if pools := _pools(shared, layout):
-        shared.pool_pages.name_by(secret, layout)
     # Here, for it imports torch: workers without a model look at this module, too.
     from baton_engine.models.config import resolve_model
 
-    eos_ids, names = _eos_ids(vllm_config.model_config), BlockNames(secret, layout)
+    directory = resolve_model(model.model, model.revision)
+    core, vllm_config = _open(model, config, shared, adapters, directory, progress)
+    from baton_vllm.core import VllmCore
+
+    layout = _layout(core, vllm_config, role, shared, adapters, directory)
+    limits = _limits(core, vllm_config, layout.windows, adapters)
+    if pools := _pools(shared, layout):
+        shared.pool_pages.name_by(secret, layout)
+    names = BlockNames(secret, layout)
     progress("reading the tokenizer", None)
-    grammars = load_compiler(
-        resolve_model(model.model, model.revision),
-        grammar,
-        vocab_size=limits.vocab_size,
-        eos_ids=eos_ids,
+    tokenizer = _tokenizer(directory)
+    eos_ids = _eos_ids(vllm_config.model_config, tokenizer, limits.vocab_size)
+    grammars = (
+        None
+        if tokenizer is None
+        else make_compiler(tokenizer, grammar, vocab_size=limits.vocab_size, eos_ids=eos_ids)
     )
     hosted = VllmCore(
         core,
@@ -190,6 +202,7 @@ def _open(
     config: EngineConfig,
     shared: _Shared,
     adapters: Sequence[Adapter],
+    directory: Path,
     progress: Callable[[str, float | None], None],
 ) -> tuple[Any, Any]:
     """vLLM's core and its whole configuration. On a CPU its connector is Baton's, which holds what is `shared`, and its KV
@@ -219,11 +232,13 @@ def _open(
         current_platform.get_punica_wrapper = lambda: _PUNICA_WRAPPER
         if shared.ranks is None:
             settings = CONNECTOR_CONFIG
-            objects = connector_objects(shared.hand_offs, shared.pool_pages, shared.arena, adapters)
+            objects = connector_objects(
+                shared.hand_offs, shared.pool_pages, shared.arena, adapters, directory
+            )
         else:
             from baton_vllm.rank_connector import RANK_CONNECTOR_CONFIG, rank_objects
 
-            settings, objects = RANK_CONNECTOR_CONFIG, rank_objects(shared.ranks)
+            settings, objects = RANK_CONNECTOR_CONFIG, rank_objects(shared.ranks, directory)
         arguments["kv_transfer_config"] = settings | {"kv_connector_extra_config": objects}
     elif shared.ranks is not None:
         raise _no_ranks("are supported on CPUs only yet")
@@ -338,7 +353,12 @@ def _block_tokens(groups: Sequence[Any]) -> int:
 
 
 def _layout(
-    core: Any, vllm_config: Any, role: Role, shared: _Shared, adapters: Sequence[Adapter]
+    core: Any,
+    vllm_config: Any,
+    role: Role,
+    shared: _Shared,
+    adapters: Sequence[Adapter],
+    directory: Path,
 ) -> KvLayout:
     """Of the pages, of all ranks together.
 
@@ -356,11 +376,15 @@ def _layout(
     if role is not Role.HYBRID:
         core.shutdown()  # ranks are processes
         raise shared.misfit
-    return _layout_that_stays(core, vllm_config, shared.ranks, adapters)
+    return _layout_that_stays(core, vllm_config, shared.ranks, adapters, directory)
 
 
 def _layout_that_stays(
-    core: Any, vllm_config: Any, ranks: WorkerRanks | None, adapters: Sequence[Adapter]
+    core: Any,
+    vllm_config: Any,
+    ranks: WorkerRanks | None,
+    adapters: Sequence[Adapter],
+    directory: Path,
 ) -> KvLayout:
     """Of pages that are not handed off. Where the model is in the ranks' processes they know what decides the bytes."""
     from baton_vllm.arena import fingerprint_of
@@ -370,7 +394,7 @@ def _layout_that_stays(
     config = core.scheduler.kv_cache_config
     spec = config.kv_cache_groups[0].kv_cache_spec
     return KvLayout(
-        model_fingerprint=fingerprint_of(page_facts(vllm_config, config, adapters))
+        model_fingerprint=fingerprint_of(page_facts(vllm_config, config, adapters, directory))
         if ranks is None
         else ranks.fingerprint,
         dtype=str(spec.dtype).removeprefix("torch."),
@@ -428,11 +452,25 @@ def _limits(
     )
 
 
-def _eos_ids(model: Any) -> tuple[int, ...]:
-    """The model's end-of-sequence ids, from its generation settings or its configuration."""
+def _tokenizer(directory: Path) -> PretrainedTokenizer | None:
+    """The model's; None where none can be read."""
+    try:
+        return read_tokenizer(directory)
+    except ModelLoadError as error:
+        logger.warning("grammars are refused, there is no tokenizer for them: %s", error)
+        return None
+
+
+def _eos_ids(model: Any, tokenizer: PretrainedTokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """The model's end-of-sequence ids, as vLLM's front has them (v1/engine/input_processor.py): from its generation
+    settings or its configuration, and that of the tokenizer.
+    """
     told = model.try_get_generation_config().get("eos_token_id")
     if told is None:
         told = getattr(model.hf_text_config, "eos_token_id", None)
-    if told is None:
-        return ()
-    return (told,) if isinstance(told, int) else tuple(told)
+    ids = [told] if isinstance(told, int) else [*(told or ())]
+    if tokenizer is not None and (eos := tokenizer.special_tokens.get("eos_token")) is not None:
+        own = tokenizer.backend.token_to_id(eos)
+        if own is not None and own < vocab_size:  # else it is never drawn
+            ids.append(own)
+    return tuple(dict.fromkeys(ids))

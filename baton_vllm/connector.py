@@ -30,6 +30,7 @@ from baton_vllm.arena import VllmArena
 from baton_vllm.hand_offs import VllmHandOffs
 from baton_vllm.pool_pages import VllmPoolPages
 from baton_vllm.seeded_draws import put_draws_back
+from baton_vllm.weights import digest_weights
 from baton_vllm.window_groups import windows_of
 
 CONNECTOR_CONFIG = {
@@ -48,29 +49,30 @@ def connector_objects(
     pool_pages: VllmPoolPages,
     arena: VllmArena,
     adapters: Sequence[Adapter],
+    directory: Path,
 ) -> dict[str, Any]:
-    """What both halves are given: vLLM makes them itself, in this process."""
+    """What both halves are given: vLLM makes them itself, in this process. `directory` is the model's."""
     return {
         "hand_offs": hand_offs,
         "pool_pages": pool_pages,
         "arena": arena,
         "adapters": adapters,
+        "directory": directory,
     }
 
 
 def page_facts(
-    vllm_config: Any, kv_cache_config: Any, adapters: Sequence[Adapter]
+    vllm_config: Any, kv_cache_config: Any, adapters: Sequence[Adapter], directory: Path
 ) -> dict[str, str]:
-    """What decides the bytes of a page beside its shape: the model and its adapters, vLLM, and where and how it
-    computes.
+    """What decides the bytes of a page beside its shape: the model, its weights and adapters, vLLM, and where and how it
+    computes. To be asked once the model is loaded (`digest_weights` of its `directory`).
     """
     model = vllm_config.model_config
     config = {k: v for k, v in model.hf_config.to_dict().items() if k != "_name_or_path"}
-    files = sorted(Path(model.model).glob("*.safetensors")) if Path(model.model).is_dir() else []
     parts = [
         json.dumps(config, sort_keys=True, default=str),
         f"{model.dtype} {model.quantization} {model.revision}",
-        *(f"{file.name} {file.stat().st_size}" for file in files),
+        digest_weights(directory),
     ]
     layers = vllm_config.compilation_config.static_forward_context
     names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
@@ -103,6 +105,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._pool_pages: VllmPoolPages
         self._arena: VllmArena
         self._adapters: Sequence[Adapter]
+        self._directory: Path
         groups = kv_cache_config.kv_cache_groups
         self._groups = [tuple(group.layer_names) for group in groups]
         self._windows = windows_of(groups)
@@ -118,6 +121,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._pool_pages = objects["pool_pages"]
         self._arena = objects["arena"]
         self._adapters = objects["adapters"]
+        self._directory = objects["directory"]
 
     # Its worker's half.
 
@@ -132,7 +136,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._groups,
             block_tokens=self._block_tokens,
             windows=self._windows,
-            facts=page_facts(self._vllm_config, self._kv_cache_config, self._adapters),
+            facts=page_facts(
+                self._vllm_config, self._kv_cache_config, self._adapters, self._directory
+            ),
         )
         self._hand_offs.use_blocks_of(
             self._block_tokens,

@@ -118,6 +118,7 @@ class VllmCore:
         self._counts = StepCounts(core.vllm_config)
         self._grammars = grammars
         self._held: dict[str, StructuredOutputRequest] = {}
+        self._num_logprobs: dict[str, int] = {}
         if grammars is not None:
             manager = core.structured_output_manager
             config = core.vllm_config
@@ -159,6 +160,8 @@ class VllmCore:
                 raise UnsupportedParameterError("this worker's model cannot be held to a grammar")
             hold(made, request.grammar_of, self._grammars)
             self._held[request.request_id] = made.structured_output_request
+        if params.logprobs is not None:
+            self._num_logprobs[request.request_id] = params.logprobs
         self._counts.added(made)
         self._core.add_request(made, wave)
 
@@ -166,7 +169,7 @@ class VllmCore:
         """See CorePort."""
         if request_ids:
             for request_id in request_ids:
-                self._held.pop(request_id, None)
+                self._forget(request_id)
             self._counts.aborted(request_ids)
             self._core.abort_requests(list(request_ids))
 
@@ -235,17 +238,23 @@ class VllmCore:
 
     def _output(self, output: EngineCoreOutput) -> CoreOutput:
         finish = output.finish_reason
-        held = None if finish is None else self._held.pop(output.request_id, None)
+        top = self._num_logprobs.get(output.request_id)
+        held = None if finish is None else self._forget(output.request_id)
         return CoreOutput(
             request_id=output.request_id,
             tokens=output.new_token_ids,
             finish=_FINISH.get(finish),
             failed=_fault(held) if finish is VllmFinish.ERROR else None,
-            logprobs=[] if output.new_logprobs is None else _logprobs(output.new_logprobs),
+            logprobs=[] if output.new_logprobs is None else _logprobs(output.new_logprobs, top),
             prompt_logprobs=None
             if output.new_prompt_logprobs_tensors is None
             else tuple(_logprobs(output.new_prompt_logprobs_tensors)),
         )
+
+    def _forget(self, request_id: str) -> StructuredOutputRequest | None:
+        """It is over. Returns its grammar, if it had one."""
+        self._num_logprobs.pop(request_id, None)
+        return self._held.pop(request_id, None)
 
 
 def _fault(held: StructuredOutputRequest | None) -> BatonError:
@@ -259,9 +268,13 @@ def _fault(held: StructuredOutputRequest | None) -> BatonError:
     return EngineError("vLLM could not go on with the request")
 
 
-def _logprobs(told: Any) -> list[TokenLogprobs]:
-    """Rows of vLLM's, whose first column is the token itself and whose others are the likeliest ones, in order."""
-    ids, logprobs, ranks = told[0].tolist(), told[1].tolist(), told[2].tolist()
+def _logprobs(told: Any, top: int | None = None) -> list[TokenLogprobs]:
+    """Rows of vLLM's, whose first column is the token itself and whose others are the likeliest ones, in order: `top` of
+    them, for it has as many for all requests of a step as one of them asked for.
+    """
+    end = None if top is None or top < 0 else 1 + top
+    ids, logprobs = told[0][:, :end].tolist(), told[1][:, :end].tolist()
+    ranks = told[2].tolist()
     return [
         TokenLogprobs(
             logprob=row[0], rank=rank, top_tokens=tuple(tokens[1:]), top_logprobs=tuple(row[1:])

@@ -23,9 +23,9 @@ RANK_CONNECTOR_CONFIG = {
 """Of vLLM's `KVTransferConfig`; `kv_connector_extra_config` is `rank_objects`."""
 
 
-def rank_objects(ranks: WorkerRanks) -> dict[str, Any]:
-    """What the halves are given: the ones in the ranks' processes what it is pickled to."""
-    return {"ranks": ranks}
+def rank_objects(ranks: WorkerRanks, directory: Path) -> dict[str, Any]:
+    """What the halves are given: the ones in the ranks' processes what it is pickled to. `directory` is the model's."""
+    return {"ranks": ranks, "directory": directory}
 
 
 @dataclass(slots=True)
@@ -44,6 +44,7 @@ class RankConnector(BatonConnector):
         # Without a pool: a worker with several ranks has no part in one.
         self._pool_pages = VllmPoolPages()
         self._adapters = ()
+        self._directory = objects["directory"]
         ranks: WorkerRanks | RankEnds = objects["ranks"]
         if isinstance(ranks, WorkerRanks):
             self._ranks = ranks
@@ -62,7 +63,7 @@ class RankConnector(BatonConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The rank's KV cache is there."""
         _drop_names()
-        facts = page_facts(self._vllm_config, self._kv_cache_config, ())
+        facts = page_facts(self._vllm_config, self._kv_cache_config, (), self._directory)
         self._arena.register(
             kv_caches,
             self._groups,

@@ -486,6 +486,8 @@ def _engine_misfit(config: BatonConfig) -> str | None:
     for name in _OWN_ENGINE_ONLY:
         if getattr(engine, name) != getattr(own, name):
             return f"engine.{name} is of the engine baton: engine.kind is vllm"
+    if not engine.cuda_graphs:
+        return "engine.cuda_graphs is of the engine baton: give vLLM's as engine.vllm.enforce_eager: true"
     if config.model.quantization != "none":
         return "model.quantization is of the engine baton: give vLLM's as engine.vllm.quantization"
     return None

@@ -4,7 +4,7 @@ beyond a sample for the fingerprint."""
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,11 +129,23 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     # In transformers' order: what it saves as one file leaves the index of an earlier save where it is.
     if (path / SINGLE_FILE).exists():
-        return Checkpoint(path=path, tensors=_read_header(path / SINGLE_FILE))
+        return read_files(path, [path / SINGLE_FILE])
     index_file = path / INDEX_FILE
     if index_file.exists():
         return Checkpoint(path=path, tensors=_read_sharded(path, index_file))
     raise ModelLoadError(f"{path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def read_files(path: Path, files: Iterable[Path]) -> Checkpoint:
+    """As `read_checkpoint`, of these files of the directory `path`, whatever their names.
+
+    Raises:
+        ModelLoadError: One is missing or corrupt.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors |= _read_header(file)
+    return Checkpoint(path=path, tensors=tensors)
 
 
 def fingerprint(checkpoint: Checkpoint, config: dict[str, object]) -> str:

@@ -134,7 +134,7 @@ class Engine:
             kv_transfer_config=CONNECTOR_CONFIG
             | {
                 "kv_connector_extra_config": connector_objects(
-                    self.hand_offs, self.pool_pages, self.arena, ()
+                    self.hand_offs, self.pool_pages, self.arena, (), Path(folder)
                 )
             },
         ).create_engine_config()

@@ -4,13 +4,16 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import BatonError, ConfigError, ModelLoadError
 from baton.ids import Role
+from baton.layout import KvLayout
 from baton_vllm import build
 from baton_vllm.adapters import Adapter, read_adapters
 from baton_vllm.settings import missing, num_ranks
@@ -45,6 +48,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_model("llama", folder)
     return folder
+
+
+def layout_of(model: Path) -> KvLayout:
+    """Of a hybrid worker, which ends at once."""
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+    built = build.build_vllm_engine(
+        ModelConfig(model=str(model), dtype="float32"),
+        EngineConfig(kind="vllm", kv_cache_memory_bytes=32 << 20, vllm={"enforce_eager": True}),
+        role=Role.HYBRID,
+        secret=bytes(32),
+        memory=WorkerMemory(),
+        sink=TransferSink(),
+        progress=lambda *_: None,
+    )
+    built.host.close()
+    ensure_kv_transfer_shutdown()
+    return built.layout
 
 
 def refused(
@@ -154,6 +175,23 @@ def test_an_adapter_that_is_replaced_while_vllm_loads_it_is_refused(
     error = refused(model, adapters=(f"sql={adapter}",), vllm=settings)
     assert "model.lora_modules.sql: " in str(error)
     assert "changed since this worker read it" in str(error)
+
+
+def test_a_checkpoint_of_the_same_size_with_other_weights_has_another_fingerprint(
+    model: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    file = other / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    save_file(weights | {name: weights[name] + 1.0}, file, {"format": "pt"})
+    assert file.stat().st_size == (model / file.name).stat().st_size
+
+    first, of_other, again = layout_of(model), layout_of(other), layout_of(model)
+
+    assert first == again
+    assert first == replace(of_other, model_fingerprint=first.model_fingerprint)
+    assert first.model_fingerprint != of_other.model_fingerprint
 
 
 def test_ranks_serve_no_adapters(model: Path) -> None:

@@ -33,6 +33,7 @@ from baton_vllm import build
 from baton_vllm.settings import missing
 from kv_transfer.memory.arena import WorkerMemory
 from prefill_worker.sink import TransferSink
+from tests.baton_engine.tiny_models import make_tokenizer
 from tests.baton_vllm.engine_run import prompt_tokens
 from tests.baton_vllm.families import make_model
 
@@ -169,6 +170,28 @@ def test_what_vllm_refuses_ends_its_own_request_alone(build_engine: Build) -> No
     assert built.host.failure() is None
 
 
+def test_each_request_gets_as_many_alternatives_as_it_asked_for_itself(
+    build_engine: Build,
+) -> None:
+    """vLLM computes as many for all of a step."""
+    built, told = build_engine({"max_logprobs": 5}, max_num_seqs=4)
+    wanted = {FIRST: 1, ORDINARY: 5, URGENT: 0}
+    for seq_id, top in wanted.items():
+        built.host.submit(generate(seq_id, 40, logprobs=top, prompt_logprobs=2))
+    built.host.start()
+    told.wait_for(*wanted)
+    steps = [event.sampled for event in told.events if event.sampled is not None]
+    assert max(len(sampled.seq_ids) for sampled in steps) == len(wanted)
+    got = Counter(
+        (sampled.seq_ids[place], len(row.top_tokens), len(row.top_logprobs))
+        for sampled in steps
+        for place, row in sampled.logprobs.items()
+    )
+    assert got == {(seq_id, top, top): 3 for seq_id, top in wanted.items()}
+    of_prompts = [rows for sampled in steps for rows in sampled.prompt_logprobs.values()]
+    assert {len(row.top_tokens) for rows in of_prompts for row in rows} == {2}
+
+
 @pytest.mark.parametrize("scores", [None, 0], ids=["plain", "prompt_logprobs"])
 def test_a_prompt_for_another_worker_is_begun_only_where_all_of_its_blocks_are_left_for_it(
     build_engine: Build, scores: int | None
@@ -237,3 +260,30 @@ def test_a_flush_is_told_though_the_engine_has_nothing_to_do(build_engine: Build
     assert held()
     built.host.submit(FlushCache())
     told.wait_until(lambda: not held())
+
+
+def test_an_answer_ends_at_the_models_ends_and_at_the_tokenizers(
+    build_engine: Build, tmp_path: Path
+) -> None:
+    """As with vLLM's own front, which is not here to say so."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    built, told = build_engine(max_num_seqs=4)
+    ends = {SeqId(f"at {token}"): token for token in (7, 8, tokenizer.eos_token_id, 9)}
+    for seq_id, token in ends.items():
+        prompt = asked(40, max_tokens=3, logit_bias={token: 100.0})
+        sampling = replace(prompt.sampling, ignore_eos=False)
+        built.host.submit(Generate(seq_id=seq_id, prompt=replace(prompt, sampling=sampling)))
+    built.host.start()
+    finishes: dict[SeqId, FinishReason] = {}
+
+    def are_over() -> bool:
+        for sampled in (event.sampled for event in told.events if event.sampled is not None):
+            over = zip(sampled.seq_ids, sampled.finish_reasons, strict=True)
+            finishes.update((name, finish) for name, finish in over if finish is not None)
+        return finishes.keys() == ends.keys()
+
+    told.wait_until(are_over)
+    stop, length = FinishReason.STOP, FinishReason.LENGTH
+    assert finishes == dict(zip(ends, (stop, stop, stop, length), strict=True))
