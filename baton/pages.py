@@ -28,6 +28,35 @@ class ReadyEvent(Protocol):
         """Blocks until the GPU has come by."""
 
 
+class BegunPushes:
+    """Which pushes of one transfer have begun to write, and whether any more may. Asked on the threads of backends, and
+    given up on the loop: a push has begun before that, or never does.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ids: set[int] = set()
+        self._given_up = False
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nothing more is wanted at the peer."""
+        return self._given_up
+
+    def begin(self, push_id: int) -> bool:
+        """A push is about to write, or to go on; whether it may."""
+        with self._lock:
+            if not self._given_up:
+                self._ids.add(push_id)
+            return not self._given_up
+
+    def give_up(self) -> frozenset[int]:
+        """No push begins any more, and none goes on that can end half way. Those that have begun."""
+        with self._lock:
+            self._given_up = True
+            return frozenset(self._ids)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWrite:
     """Pages of one prompt in one layer, to be written into a peer's arena:
@@ -44,8 +73,7 @@ class PageWrite:
         ready: When a GPU has computed them; None if it has. Backends that read them on the host's word wait for it.
         push_id: Which push of this worker this is; 0 until a backend has been asked to carry it out.
         target: Pages in the peer's arena, as many as `source`; empty before the grant.
-        given_up: Set once nothing of the transfer is wanted at the peer any more: a push that has not begun by then
-            writes nothing. One for all pushes of a transfer; None where it is never given up.
+        begun: Of all pushes of its transfer; None where that is never given up.
     """
 
     xfer_id: XferId
@@ -55,7 +83,7 @@ class PageWrite:
     ready: ReadyEvent | None = None
     push_id: int = 0
     target: tuple[BlockId, ...] = ()
-    given_up: threading.Event | None = field(default=None, compare=False)
+    begun: "BegunPushes | None" = field(default=None, compare=False)
 
     @property
     def end_block(self) -> int:

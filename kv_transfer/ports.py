@@ -36,8 +36,7 @@ class Lease(Protocol):
 
 
 def check_write(write: PageWrite, lease: Lease | None) -> None:
-    """For backends, right before the bytes move: a process that was stopped meanwhile may not write any more, and what
-    was given up while it was queued only keeps others waiting.
+    """Whether a write could begin now.
 
     Raises:
         LeaseExpiredError: The lease is over.
@@ -45,8 +44,21 @@ def check_write(write: PageWrite, lease: Lease | None) -> None:
     """
     if lease is not None and not lease.holds():
         raise LeaseExpiredError("the lease on the peer's pages is over")
-    if write.given_up is not None and write.given_up.is_set():
-        raise TransferError("the transfer was given up before this push began")
+    if write.begun is not None and write.begun.given_up:
+        raise TransferError("the transfer was given up")
+
+
+def begin_write(write: PageWrite, lease: Lease | None) -> None:
+    """For backends, right before bytes move: a process that was stopped meanwhile may not write any more, and what was
+    given up while it was queued only keeps others waiting. From now on the transfer waits for this push.
+
+    Raises:
+        LeaseExpiredError: The lease is over.
+        TransferError: The transfer was given up.
+    """
+    check_write(write, lease)
+    if write.begun is not None and not write.begun.begin(write.push_id):
+        raise TransferError("the transfer was given up")
 
 
 Done = Callable[[TransferError | None], None]

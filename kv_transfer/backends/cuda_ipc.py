@@ -37,7 +37,7 @@ from kv_transfer.memory.attach import (
 from kv_transfer.memory.cuda import IPC_HANDLE_BYTES, CudaDriver, Rows, Stream
 from kv_transfer.memory.region_server import RegionServer
 from kv_transfer.plan import check_pages, runs
-from kv_transfer.ports import Done, Lease, RegionHandle, check_write
+from kv_transfer.ports import Done, Lease, RegionHandle, begin_write
 
 _WIDEST_WORD = 16
 """Bytes that a kernel reads at once at most."""
@@ -312,7 +312,7 @@ class CudaIpcWriter:
         for job in jobs:
             write, done = job
             try:
-                check_write(write, self._lease)
+                begin_write(write, self._lease)
                 found.append((job, self._arenas.rows(write)))
             except Exception as error:  # noqa: BLE001  # whatever it is, the others' pushes have to go on
                 done(_fault(error))

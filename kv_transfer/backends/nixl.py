@@ -54,7 +54,7 @@ from kv_transfer.memory.attach import (
 from kv_transfer.memory.listening import Listening, PeerFilter
 from kv_transfer.memory.region_server import RegionAccess, RegionServer
 from kv_transfer.plan import check_pages
-from kv_transfer.ports import Done, Lease, RegionHandle, check_write
+from kv_transfer.ports import Done, Lease, RegionHandle, begin_write
 
 MODULES = ("nixl_cu12", "nixl_cu13")
 
@@ -387,7 +387,7 @@ class NixlWriter:
     def _post(self, write: PageWrite, done: Done) -> None:
         try:
             write.await_ready()
-            check_write(write, self._lease)
+            begin_write(write, self._lease)
             request, is_done = self._pages.post(write)
         except TransferError as error:
             done(error)

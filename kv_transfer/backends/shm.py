@@ -15,7 +15,7 @@ from kv_transfer.memory.attach import UNIX, AttachToken
 from kv_transfer.memory.pages import Pages, copy_rows, layer_pages, load_library
 from kv_transfer.memory.shared_region import Attachment, SharedRegion, attach_region, serve_region
 from kv_transfer.plan import check_pages
-from kv_transfer.ports import Done, Lease, RegionHandle, check_write
+from kv_transfer.ports import Done, Lease, RegionHandle, begin_write
 
 BACKEND = "shm"
 _MAGIC = b"BSHM\x02"
@@ -120,7 +120,7 @@ class ShmWriter:
         while (job := self._jobs.get()) is not None:
             write, done = job
             try:
-                check_write(write, self._lease)
+                begin_write(write, self._lease)
                 copy_pages(write, self._local, self._target, self._plan)
             except TransferError as error:
                 done(error)

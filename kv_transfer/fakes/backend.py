@@ -10,7 +10,7 @@ from baton.pages import PageWrite
 from kv_transfer.backends.shm import copy_pages
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.memory.pages import Pages, layer_pages
-from kv_transfer.ports import Done, Lease, RegionHandle, check_write
+from kv_transfer.ports import Done, Lease, RegionHandle, begin_write
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +137,7 @@ class FakeWriter:
         self.closed = True
 
     def _copy(self, write: PageWrite) -> None:
-        check_write(write, self._lease)
+        begin_write(write, self._lease)
         found = self._fabric.regions.get(self._handle.opaque)
         if self.broken:
             raise UnreachableError("the connection is broken")

@@ -8,8 +8,8 @@ Counterpart of `ledger.py`. One transfer, from the router's word until nothing o
 
 The engine exports pages layer by layer while it computes; they wait (`shipment.py`) until the decode worker has granted
 its own, are pushed then, and are committed once every layer of every page has landed and the first tokens are known.
-However a transfer ends early, its pushes that have not begun are given up by the backend (`PageWrite.given_up`), and
-the decode worker is told (`Quiesced`) only when no push is outstanding. It is told nothing once the way to its pages is
+However a transfer ends early, its pushes that have not begun never do (`PageWrite.begun`), and the decode worker is told
+(`Quiesced`) once those that have are over. It is told nothing once the way to its pages is
 lost (`UnreachableError`): bytes may still be on that way when its pushes fail, and the session ends, by which the
 decode worker fences this one.
 
@@ -355,6 +355,8 @@ class Outbox:
     def _push_done(self, event: PushDone, now_s: float) -> list[OutboxAction]:
         transfer = self._transfers.get(event.xfer_id)
         if transfer is None:
+            if event.error is not None:
+                return []  # given up before its turn came
             raise InvariantError(
                 f"push {event.push_id} of {event.xfer_id} was never started",
                 story=self.story(event.xfer_id),
@@ -482,6 +484,8 @@ class OutgoingTransfer:
     def push_done(self, event: PushDone) -> list[OutboxAction]:
         """A push came back, landed or not."""
         if not self.shipment.is_outstanding(event.push_id):
+            if event.error is not None:
+                return []  # given up before its turn came; by this transfer, or by one before it
             raise self.broken(f"push {event.push_id} was never started")
         if self.state is _S.ABORTING:
             self.shipment.drop(event.push_id)
@@ -518,7 +522,7 @@ class OutgoingTransfer:
         return [HandOffFailed(xfer_id=self.xfer_id, error=error), *self.cancel()]
 
     def cancel(self) -> list[OutboxAction]:
-        """The leg is over here: no push begins any more, and the peer is told once nothing is outstanding."""
+        """The leg is over here: no push begins any more, and the peer is told once those that have begun are over."""
         self.shipment.stop()
         self._move(_S.ABORTING)
         return self._try_quiesce()

@@ -11,7 +11,6 @@ Of each page the latest export counts:
 No export overtakes one that waits with some of its pages: that one may still be pushed, for the others.
 """
 
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import InvariantError
-from baton.pages import PageWrite
+from baton.pages import BegunPushes, PageWrite
 from baton.story import StoryLog
 from kv_transfer.heads import LinkPlan
 from kv_transfer.memory.checksum import fold
@@ -53,7 +52,7 @@ class Shipment:
             (num_layers, permit.num_blocks), dtype=np.int32
         )
         self._first_push_id: int | None = None
-        self._given_up = threading.Event()
+        self._begun = BegunPushes()
         self._waiting: list[PageWrite] = []
         self._outstanding: dict[int, PageWrite] = {}
         # [num_layers, num_blocks]: pages of pushes that are on their way; no two have the same.
@@ -110,7 +109,7 @@ class Shipment:
         """
         num_layers, num_blocks = self._latest.shape
         check_source(write, num_blocks=num_blocks, num_layers=num_layers)
-        numbered = replace(write, push_id=next(self._push_ids), given_up=self._given_up)
+        numbered = replace(write, push_id=next(self._push_ids), begun=self._begun)
         if self._first_push_id is None:
             self._first_push_id = numbered.push_id
         row = self._row(numbered)
@@ -157,11 +156,12 @@ class Shipment:
         self._come_back(push_id)
 
     def stop(self) -> None:
-        """Nothing more is to be pushed. What is on its way comes back all the same: at once where it waits for its turn
-        at the backend, else once it is written.
+        """Nothing more is to be pushed. What has begun comes back all the same; what waits for its turn at the backend
+        never begins, and is not waited for.
         """
-        self._given_up.set()
         self._waiting.clear()
+        for push_id in self._outstanding.keys() - self._begun.give_up():
+            self._come_back(push_id)
 
     def checksums(self) -> bytes:
         """Of the pages that were written, as the commit record carries them; empty where the peer wants none."""

@@ -10,7 +10,7 @@ import pytest
 from baton.errors import IncompatibleError, LeaseExpiredError, TransferError, UnreachableError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
-from baton.pages import PageWrite
+from baton.pages import BegunPushes, PageWrite
 from kv_transfer.ports import KvReceiver, KvSender, KvWriter, RegionHandle
 
 LAYOUT = KvLayout(
@@ -66,14 +66,14 @@ def fill(memory: memoryview) -> None:
 
 
 def push(
-    layer: int, source: list[int], target: list[int], given_up: threading.Event | None = None
+    layer: int, source: list[int], target: list[int], begun: BegunPushes | None = None
 ) -> PageWrite:
     return PageWrite(
         xfer_id=XferId("x"),
         layer_index=layer,
         source=tuple(map(BlockId, source)),
         target=tuple(map(BlockId, target)),
-        given_up=given_up,
+        begun=begun,
     )
 
 
@@ -163,14 +163,14 @@ class BackendConformance:
         self, link: Link, writer: KvWriter
     ):
         before = bytes(link.target)
-        outcome, given_up = Outcome(), threading.Event()
-        given_up.set()
-        writer.push(push(0, [0, 5], [0, 9], given_up), outcome.done)
+        outcome, begun = Outcome(), BegunPushes()
+        begun.give_up()
+        writer.push(push(0, [0, 5], [0, 9], begun), outcome.done)
         (error,) = outcome.until_done()
         assert isinstance(error, TransferError)
         assert not isinstance(error, UnreachableError | LeaseExpiredError)
         assert bytes(link.target) == before
-        writer.push(push(0, [1], [1], threading.Event()), outcome.done)
+        writer.push(push(0, [1], [1], BegunPushes()), outcome.done)
         assert outcome.until_done()[1] is None
         assert page(link.target, RECEIVER_BLOCKS, 0, 1) == page(link.source, SENDER_BLOCKS, 0, 1)
 

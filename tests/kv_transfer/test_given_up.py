@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.errors import CancelledByPeerError, TransferError
+from baton.errors import CancelledByPeerError, InvariantError, TransferError
 from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
@@ -48,7 +48,7 @@ from kv_transfer.ledger.transfer import (
 )
 from kv_transfer.messages import Heartbeat, Quiesced, SessionId
 from kv_transfer.plan import Grant
-from kv_transfer.ports import check_write
+from kv_transfer.ports import begin_write
 from tests.kv_transfer.permits import permit
 
 LAYERS = 80
@@ -122,7 +122,7 @@ class Pair:
             return None
         write, error = self.queue.popleft(), None
         try:
-            check_write(write, None)
+            begin_write(write, None)
             self.written.append(write.xfer_id)
         except TransferError as given_up:
             error = given_up
@@ -178,10 +178,11 @@ def test_a_cancelled_hand_off_gives_up_its_queued_pushes_and_the_others_of_the_p
     pair: Pair,
 ):
     pair.write_for(2 * SECONDS_PER_PUSH)
+    assert begins(pair.queue[0])
     pair.cancel(BIG)
     quiesced = Send(peer=D, message=Quiesced(xfer_id=BIG, attempt=1))
-    assert quiesced not in pair.happened  # pushes of it are with the backend
-    pair.write_for(SECONDS_PER_PUSH)
+    assert quiesced not in pair.happened  # one push of it is on its way
+    pair.tell_p(PushDone(xfer_id=BIG, push_id=pair.queue.popleft().push_id))
     assert quiesced in pair.happened
     assert FreePages(xfer_id=BIG) in pair.happened
     assert pair.written.count(BIG) == 2
@@ -189,7 +190,36 @@ def test_a_cancelled_hand_off_gives_up_its_queued_pushes_and_the_others_of_the_p
     pair.export(OTHER, LAYERS - 1)
     pair.tell_p(FirstTokensDrawn(xfer_id=OTHER, first_tokens=(TokenSample(sample=0, token=5),)))
     pair.write_for((LAYERS + 1) * SECONDS_PER_PUSH)
+    assert not pair.queue
     assert pair.count(EndSession) == 0
     assert [done.xfer_id for done in pair.happened if isinstance(done, HandOffDone)] == [OTHER]
     assert pair.count(StartDecoding) == 1
     assert pair.outbox.in_flight() == 0
+
+
+def test_a_cancelled_hand_off_does_not_wait_for_its_turn_behind_another_one(pair: Pair):
+    """Eight seconds are queued before its first push: longer than a decode worker waits."""
+    pair.write_for(2 * SECONDS_PER_PUSH)
+    pair.cancel(OTHER)
+    assert Send(peer=D, message=Quiesced(xfer_id=OTHER, attempt=1)) in pair.happened
+    assert FreePages(xfer_id=OTHER) in pair.happened
+    pair.tell_p(FirstTokensDrawn(xfer_id=BIG, first_tokens=(TokenSample(sample=0, token=5),)))
+    pair.write_for((LAYERS + 1) * SECONDS_PER_PUSH)
+    assert not pair.queue
+    assert pair.count(EndSession) == 0
+    assert pair.written.count(OTHER) == 0
+    assert [done.xfer_id for done in pair.happened if isinstance(done, HandOffDone)] == [BIG]
+    assert pair.outbox.in_flight() == 0
+
+
+def test_a_push_that_nobody_started_breaks_the_contract_if_it_has_landed(pair: Pair):
+    with pytest.raises(InvariantError, match="was never started"):
+        pair.tell_p(PushDone(xfer_id=BIG, push_id=10_000))
+    pair.tell_p(PushDone(xfer_id=BIG, push_id=10_000, error=TransferError("given up")))
+    pair.cancel(OTHER)
+    with pytest.raises(InvariantError, match="was never started"):
+        pair.tell_p(PushDone(xfer_id=OTHER, push_id=10_000))
+
+
+def begins(write: PageWrite) -> bool:
+    return write.begun is not None and write.begun.begin(write.push_id)

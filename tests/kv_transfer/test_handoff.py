@@ -83,7 +83,7 @@ from kv_transfer.ledger.transfer import (
 from kv_transfer.memory.checksum import fold
 from kv_transfer.messages import Heartbeat, PagesGranted, SessionId, ToDecode, ToPrefill
 from kv_transfer.plan import Grant
-from kv_transfer.ports import check_write
+from kv_transfer.ports import begin_write
 from kv_transfer.ticket import Permit
 from tests.kv_transfer.permits import D, permit
 
@@ -150,6 +150,12 @@ class Copy:
     action: StartPush
     attempt: int
     begun: bool = False
+
+    @property
+    def may_write(self) -> bool:
+        """Whether it has begun, or still may."""
+        of_all = self.action.write.begun
+        return self.begun or of_all is None or not of_all.given_up
 
 
 @dataclass
@@ -286,7 +292,7 @@ class HandOffMachine(RuleBasedStateMachine):
         """As a backend does: asked for the lease, and whether it is still wanted, right before the bytes move."""
         push = link.copies[push_id].action.write
         try:
-            check_write(push, link.lease)
+            begin_write(push, link.lease)
         except TransferError as fault:
             error = fault
         else:
@@ -383,7 +389,7 @@ class HandOffMachine(RuleBasedStateMachine):
 
     def assert_alone(self, xfer_id: XferId, attempt: int = 0) -> None:
         copies = [copy for link in self.all_links() for copy in link.copies.values()]
-        mine = [copy for copy in copies if copy.action.write.xfer_id == xfer_id]
+        mine = [c for c in copies if c.action.write.xfer_id == xfer_id and c.may_write]
         others = [copy for copy in mine if copy.attempt != attempt]
         assert not others, "pages were granted while somebody else may write there"
 

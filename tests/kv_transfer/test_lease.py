@@ -7,6 +7,7 @@ import pytest
 from baton.clock import ManualClock
 from baton.errors import LeaseExpiredError, TransferError
 from baton.ids import BlockId
+from baton.pages import BegunPushes
 from kv_transfer.fakes.backend import FakeFabric, FakeReceiver, FakeSender
 from kv_transfer.heads import plan_link
 from kv_transfer.lease import SessionLeases, WriteLease
@@ -166,11 +167,11 @@ class Unhashed:
 
 
 def test_pages_of_a_hand_off_that_was_given_up_are_neither_waited_for_nor_hashed():
-    way, given_up = Way(hashes=Unhashed()), threading.Event()
-    given_up.set()
+    way, begun = Way(hashes=Unhashed()), BegunPushes()
+    begun.give_up()
     before = bytes(way.target)
     unwritten = Filled(way.source)
-    way.writer.push(replace(push(1, [3], [7], given_up), ready=unwritten), way.done)
+    way.writer.push(replace(push(1, [3], [7], begun), ready=unwritten), way.done)
     assert way.landed()
     ((error, hashes),) = way.outcomes
     assert isinstance(error, TransferError)

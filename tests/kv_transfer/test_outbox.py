@@ -43,6 +43,7 @@ from kv_transfer.messages import (
     ToPrefill,
 )
 from kv_transfer.plan import Grant
+from kv_transfer.ports import begin_write
 from tests.kv_transfer.permits import permit
 
 X = XferId("x")
@@ -74,7 +75,11 @@ def granted(held: int, *blocks: int) -> FromDecode:
 
 
 def pushes(actions) -> list[StartPush]:
-    return [action for action in actions if isinstance(action, StartPush)]
+    """Those that start, and begin at once at their backend."""
+    started = [action for action in actions if isinstance(action, StartPush)]
+    for action in started:
+        begin_write(action.write, None)
+    return started
 
 
 def land(outbox: Outbox, push: StartPush, error: TransferError | None = None):

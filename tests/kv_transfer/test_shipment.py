@@ -65,27 +65,33 @@ def test_a_push_knows_when_a_gpu_has_written_its_pages():
     assert started.ready is ready
 
 
-def test_stopping_gives_up_the_pushes_that_are_on_their_way_and_waits_for_them():
+def test_stopping_waits_for_the_pushes_that_have_begun_alone():
     shipments = [
         Shipment(
-            permit(num_blocks=1), num_layers=1, push_ids=itertools.count(1), log=StoryLog("outbox")
+            permit(num_blocks=2), num_layers=1, push_ids=itertools.count(1), log=StoryLog("outbox")
         )
         for _ in range(2)
     ]
     started: list[PageWrite] = []
     for shipment in shipments:
-        grant = Grant(held_blocks=0, blocks=(BlockId(7),))
+        grant = Grant(held_blocks=0, blocks=(BlockId(7), BlockId(8)))
         shipment.grant(grant, plan_link(LAYOUT, LAYOUT), checksums=False)
-        shipment.export(PageWrite(xfer_id=XferId("x"), layer_index=0, source=(BlockId(3),)))
+        for block in range(2):
+            source = (BlockId(3 + block),)
+            shipment.export(
+                PageWrite(xfer_id=XferId("x"), layer_index=0, first_block=block, source=source)
+            )
         started += shipment.start()
-    stopped, other = started
+    begins, waits, other, _ = started
+    assert begins.begun is not None
+    assert other.begun is not None
+    assert begins.begun.begin(begins.push_id)
     shipments[0].stop()
-    assert stopped.given_up is not None
-    assert stopped.given_up.is_set()
-    assert shipments[0].outstanding
-    assert other.given_up is not None
-    assert not other.given_up.is_set()
-    shipments[0].drop(stopped.push_id)
+    assert not begins.begun.begin(waits.push_id)
+    assert [shipments[0].is_outstanding(push.push_id) for push in (begins, waits)] == [True, False]
+    shipments[0].check_integrity()
+    assert other.begun.begin(other.push_id)
+    shipments[0].drop(begins.push_id)
     assert not shipments[0].outstanding
 
 

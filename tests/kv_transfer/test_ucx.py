@@ -5,7 +5,6 @@ import queue
 import resource
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,7 +14,7 @@ import pytest
 
 from baton.errors import TransferError
 from baton.ids import BlockId, XferId
-from baton.pages import PageWrite
+from baton.pages import BegunPushes, PageWrite
 from kv_transfer.backends.registry import BACKENDS
 from kv_transfer.backends.ucx import sender
 from kv_transfer.backends.ucx.frames import frames_of
@@ -74,14 +73,16 @@ def test_pages_are_sent_by_a_worker_with_thousands_of_descriptors(tmp_path: Path
         writer.close()
 
 
-class GivenUpMeanwhile(threading.Event):
-    """Is set when it is asked for the fourth time."""
+class GivenUpMeanwhile(BegunPushes):
+    """After three frames."""
 
     asked = 0
 
-    def is_set(self) -> bool:
+    def begin(self, push_id: int) -> bool:
         self.asked += 1
-        return self.asked > 3
+        if self.asked > 3:
+            self.give_up()
+        return super().begin(push_id)
 
 
 def test_a_push_that_is_given_up_between_two_frames_sends_no_more_of_them(

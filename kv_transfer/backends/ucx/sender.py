@@ -30,7 +30,7 @@ from kv_transfer.memory.arena import ArenaSpan
 from kv_transfer.memory.attach import AttachToken, attach, is_local, read_reply
 from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.pages import Pages, layer_pages
-from kv_transfer.ports import Done, Lease, RegionHandle, check_write
+from kv_transfer.ports import Done, Lease, RegionHandle, begin_write
 
 _WINDOW = 4
 """Frames of one sender on their way."""
@@ -220,7 +220,7 @@ class UcxWriter:
         while len(self._in_flight) < _WINDOW and (frame := self._next_frame()) is not None:
             assert self._current is not None
             try:
-                check_write(self._current.write, self._lease)
+                begin_write(self._current.write, self._lease)
             except TransferError as error:
                 self._current.error, self._frames = error, iter(())
                 continue
