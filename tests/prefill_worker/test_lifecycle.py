@@ -55,6 +55,7 @@ from baton_worker.messages import (
 from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush
 from kv_transfer.messages import AbortRequest, Commit, Committed, PagesGranted, Quiesced, Reserve
 from kv_transfer.plan import Grant
+from kv_transfer.ports import begin_write
 from prefill_worker.hand_offs import SendingHandOffs
 from tests.baton_engine.sampled import columns
 from tests.kv_transfer.permits import permit
@@ -237,6 +238,7 @@ class LifeMachine(RuleBasedStateMachine):
         self.answers: list[Released] = []
         self.pushes: list[StartPush] = []
         self.asked: list[XferId] = []
+        self.begun: set[int] = set()
         self.committing: list[XferId] = []
         self.up = False
         self.dialling = False
@@ -254,13 +256,15 @@ class LifeMachine(RuleBasedStateMachine):
                         self.answers.append(Released(seq_id=action.seq_id))
                 case StartPush():
                     self.pushes.append(action)
+                    if action.write.push_id % 2:  # the others wait for their turn
+                        self.begin(action)
                 case Send(message=Reserve() as reserve):
                     self.asked.append(reserve.permit.xfer_id)
                 case Send(message=Commit() as commit):
                     assert not self.outstanding(commit.xfer_id), "committed what is not written"
                     self.committing.append(commit.xfer_id)
                 case Send(message=Quiesced() as quiesced):
-                    assert not self.outstanding(quiesced.xfer_id), "quiesced while writing"
+                    assert not self.writing(quiesced.xfer_id), "quiesced while writing"
                 case PrefilledMessage():
                     assert action.leg_id in self.open
                 case PutPrompt():
@@ -271,6 +275,19 @@ class LifeMachine(RuleBasedStateMachine):
 
     def outstanding(self, xfer_id: XferId) -> bool:
         return any(push.write.xfer_id == xfer_id for push in self.pushes)
+
+    def writing(self, xfer_id: XferId) -> bool:
+        mine = [push.write for push in self.pushes if push.write.xfer_id == xfer_id]
+        return any(write.push_id in self.begun for write in mine)
+
+    def begin(self, push: StartPush) -> TransferError | None:
+        """As a backend does."""
+        try:
+            begin_write(push.write, None)
+        except TransferError as error:
+            return error
+        self.begun.add(push.write.push_id)
+        return None
 
     def tell(self, event) -> None:
         self.act(self.core.handle(event, 0.0))
@@ -405,6 +422,8 @@ class LifeMachine(RuleBasedStateMachine):
 
     def land(self, push: StartPush, error: TransferError | None) -> None:
         self.pushes.remove(push)
+        if push.write.push_id not in self.begun:
+            error = self.begin(push) or error
         self.tell(PushDone(xfer_id=push.write.xfer_id, push_id=push.write.push_id, error=error))
 
     @rule(back=st.integers(0, 3))
@@ -433,8 +452,7 @@ class LifeMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.stream_ends()
         while self.pushes:
-            push = self.pushes.pop()
-            self.tell(PushDone(xfer_id=push.write.xfer_id, push_id=push.write.push_id))
+            self.land(self.pushes[-1], None)
         while self.answers:
             self.engine_released()
         assert not self.seqs, "the engine kept a sequence of an ended leg"
