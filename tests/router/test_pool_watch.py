@@ -74,10 +74,10 @@ class FakeNode(pool_pb2_grpc.PoolServicer):
         )
         greeting = pb.PoolHello(protocol_version=self.version, node=identity_to_proto(node))
         await context.write(pb.PoolFrame(hello=greeting))
-        told = 0
+        told, reports = 0, self.reports  # as it began, whatever later streams begin with
         while True:
-            while told < len(self.reports):
-                await context.write(pb.PoolFrame(blocks=blocks_to_proto(self.reports[told])))
+            while told < len(reports):
+                await context.write(pb.PoolFrame(blocks=blocks_to_proto(reports[told])))
                 told += 1
             self._more.clear()
             await self._more.wait()
