@@ -204,7 +204,7 @@ class RedisDirectory:
         latest, previous = b"", 0
         before: int | None = None
         for attempt in range(_FLUSH_TRIES):
-            # A try fails only where another one succeeds: a crowd passes one by one, and sooner spread out.
+            # A try fails only where another one succeeds, so each has its turn; sooner where not all try at the same time.
             await asyncio.sleep(random.uniform(0.0, min(attempt * _PAUSE_S, _LONGEST_PAUSE_S)))
             sealed = self._statements.seal_flush(selection, previous)
             args: _Args = [self._prefix, hashes, sealed, latest]
