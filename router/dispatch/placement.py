@@ -283,8 +283,8 @@ def _digest(layout: KvLayout) -> str:
 
 
 def _with_work(pair: Pair, demand: Demand) -> Pair:
-    """A pair whose policy predicts nothing, with what its prompt should take: how much more its worker is sent, and what the
-    planner of roles takes its backlog for, goes by that.
+    """A pair whose policy predicts nothing, with what its prompt should take: how much more its worker is sent, and what
+    the planner of roles takes its backlog for, goes by that.
     """
     if pair.predicted is not None or not pair.prefill.forecast.knows_prefill:
         return pair
