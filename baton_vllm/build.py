@@ -105,8 +105,8 @@ def build_vllm_engine(
         gpu_sharers: Workers on that GPU.
 
     Raises:
-        ConfigError: vLLM is missing or of another version, there is no such GPU, a setting is not one that it takes, or pages would have to
-            be handed off that cannot be.
+        ConfigError: vLLM is missing or of another version, there is no such GPU, a setting is not one that it takes, or
+            pages would have to be handed off that cannot be.
         ModelLoadError: vLLM refuses the model; in its words.
     """
     if (why := missing()) is not None:

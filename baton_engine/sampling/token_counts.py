@@ -1,4 +1,4 @@
-"""How often each token stands in the texts that penalties count. Of a text that grows, a step reads only what is new."""
+"""How often each token stands in the texts that penalties count. A step reads only what is new of them."""
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf

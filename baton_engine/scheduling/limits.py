@@ -35,7 +35,7 @@ class EngineLimits:
 
     @property
     def longest_text(self) -> int:
-        """Tokens of the longest text, prompt and output, that is generated here. Its last token's KV is never needed."""
+        """Tokens of the longest text that is generated here, prompt and all: its last token's KV is never needed."""
         return min(self.max_model_len, self.num_blocks * self.block_tokens + 1)
 
     def num_blocks_for(self, tokens: int) -> int:

@@ -97,7 +97,6 @@ class TenantDirectory:
     ) -> None:
         self._is_open = not api_keys and not described
         self._is_read = not described
-        self._has_keys = bool(api_keys)
         self._anonymous = Caller(tenant=anonymous)
         hashes = [hash_key(key) for key in api_keys]
         self._simple = [
@@ -106,14 +105,9 @@ class TenantDirectory:
         self._register = self.register_of(TenantsDocument(), _no_files)
 
     @property
-    def is_read(self) -> bool:
-        """Whether the tenants are known: there is no document, or it has been read."""
-        return self._is_read
-
-    @property
     def lets_in(self) -> bool:
-        """Whether there is anybody whom it lets in."""
-        return self._is_read or self._has_keys
+        """Whether anybody may be let in: there is no document, it has been read, or there are plain keys."""
+        return self._is_read or bool(self._simple)
 
     @property
     def tenants(self) -> Collection[Tenant]:

@@ -269,7 +269,7 @@ async def test_a_document_in_redis_is_followed_by_its_version(redis_client):
             await world.reloader.load()
         with pytest.raises(UnavailableError, match="has not been read yet"):
             world.directory.identify("one")
-    assert not world.directory.is_read
+    assert not world.directory.lets_in
     first = await publish(redis_client, "b", SECRET, document("one"))
     assert await world.reloader.look()
     assert not await world.reloader.look()
