@@ -56,7 +56,12 @@ def assert_alike(scores, highest, rows) -> None:
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("vocab", [50, 2048, 2049, 5000])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "vocab", [50, pytest.param(2048, marks=SLOW), 2049, pytest.param(5000, marks=SLOW)]
+)
 def test_every_filter_draws_what_the_twin_draws(vocab):
     rows = [row(seed, **params) for seed, params in enumerate(CASES)]
     assert_alike(*scores_of(len(rows), vocab), arrived(rows, list(range(len(rows)))))

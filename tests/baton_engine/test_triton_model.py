@@ -58,7 +58,12 @@ def assert_alike(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_dtype"), [("mistral", None), ("qwen3", None), ("qwen2", torch.float8_e4m3fn)]
+    ("family", "kv_dtype"),
+    [
+        pytest.param("mistral", None, marks=pytest.mark.slow),
+        ("qwen3", None),
+        ("qwen2", torch.float8_e4m3fn),
+    ],
 )
 def test_chunked_prefill_mixed_with_decodes_draws_what_the_twins_draw(models, family, kv_dtype):
     """Mistral has a sliding window, Qwen3 norms on its heads, and Qwen2 is read from pages of 8 bits."""

@@ -13,7 +13,6 @@ import pytest
 from tests.baton_engine.tiny_models import make_model
 from tests.e2e.served import Served, serve
 
-pytestmark = pytest.mark.alone
 PYTHON = os.environ.get("BATON_CLIENTS_PYTHON", sys.executable)
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"

@@ -95,7 +95,7 @@ class _Stream(threading.Thread):
         return [token for c in chunks if c.get("choices") for token in c["choices"][0]["token_ids"]]
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
 def test_a_killed_worker_is_restarted_and_new_requests_are_served(
     healed: Served, role: str
 ) -> None:

@@ -149,6 +149,7 @@ def test_a_disk_whose_files_are_cut_gives_nothing_and_stops_nobody(
         assert ask_all(cluster, checkpoint) < healthy
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_nothing_more_is_left_alone(checkpoint: Path, disk: Path) -> None:
     with with_disk(checkpoint, disk) as cluster:
         node = cluster.child("pool")

@@ -37,8 +37,8 @@ SETTINGS = {
 AWAY = {"CLUSTER_RESTART_BACKOFF_S": "8"}
 """Whoever is killed is away for long enough to be missed."""
 
-# Between hosts nixl is the one that is taken where nothing else is asked for.
-WAYS = ("shm", pytest.param("ucx", marks=pytest.mark.slow), "nixl")
+# How blocks come from another node by ucx and nixl is tested in tests/kvpool/peers too.
+WAYS = ("shm", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ucx", "nixl")))
 
 
 @contextlib.contextmanager

@@ -14,8 +14,6 @@ import pytest
 from tests.baton_engine.tiny_models import make_eagle3_head, make_model
 from tests.e2e.served import serve
 
-pytestmark = pytest.mark.alone
-
 PAIR = ("--prefill-workers", "1", "--decode-workers", "1")
 HYBRID = ("--hybrid-workers", "1")
 COMMON = ("--dtype", "float32", "--kv-cache-memory", "32MiB", "--deterministic")
@@ -53,7 +51,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     return answered_plainly(tmp_path_factory.mktemp("models"), *COMMON)
 
 
-@pytest.mark.parametrize("by", ["ngram", "suffix", "draft_model", "eagle3"])
+@pytest.mark.parametrize(
+    "by",
+    [
+        "ngram",
+        *(pytest.param(by, marks=pytest.mark.slow) for by in ("suffix", "draft_model")),
+        "eagle3",
+    ],
+)
 def test_a_pair_that_guesses_answers_as_a_worker_that_does_not(
     tmp_path: Path, plain: Plain, by: str
 ) -> None:
