@@ -256,8 +256,7 @@ class Choice:
         if self._stops is None:
             self._text += text
             return
-        watched = self.num_tokens > self._min_tokens
-        self._text += self._stops.push(text) if watched else text
+        self._text += self._stops.push(text, may_end=self.num_tokens > self._min_tokens)
 
 
 def keep(kept: list[Delta], delta: Delta) -> None:

@@ -88,8 +88,13 @@ class StopWatch:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """What may be shown of the text so far and was not before; nothing after a match."""
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """What may be shown of the text so far and was not before; nothing after a match.
+
+        Args:
+            text: What comes next.
+            may_end: Whether a stop string that ends within it counts. One that only begins within it may end later.
+        """
         if self.matched is not None:
             return ""
         stops, state = self._stops, self._state
@@ -98,7 +103,7 @@ class StopWatch:
         for place, character in enumerate(text, start=len(self._held) + 1):
             state = stops.advance(state, character)
             stop = stops.matches[state]
-            if stop is not None:
+            if may_end and stop is not None:
                 shown = self._held + text
                 self.matched, self._held = stop, ""
                 return shown[: place if self._include else place - len(stop)]

@@ -51,6 +51,7 @@ class Case:
     stops: list[str]
     sizes: list[int]
     include_stop: bool
+    min_tokens: int
     usage: bool
     logprobs: bool
     token_ids: bool
@@ -62,6 +63,7 @@ CASES = st.builds(
     stops=st.lists(st.text("ab.\u20ac", min_size=1, max_size=3), max_size=2),
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     include_stop=st.booleans(),
+    min_tokens=st.integers(0, 8),
     usage=st.booleans(),
     logprobs=st.booleans(),
     token_ids=st.booleans(),
@@ -69,10 +71,10 @@ CASES = st.builds(
 
 
 def _cut(text: str, case: Case) -> str:
-    """`text` up to the first moment at which it ends with a stop string."""
+    """`text` up to the first moment behind `min_tokens` tokens, each a byte, at which it ends with a stop string."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in case.stops if text[:end].endswith(stop)]
-        if ending:
+        if ending and len(text[:end].encode()) > case.min_tokens:
             return text[:end] if case.include_stop else text[: end - max(map(len, ending))]
     return text
 
@@ -83,6 +85,7 @@ def _fields(case: Case) -> dict[str, Any]:
         "n": len(case.texts),
         "stop": case.stops,
         "include_stop_str_in_output": case.include_stop,
+        "min_tokens": case.min_tokens,
         "stream_options": {"include_usage": case.usage},
         "return_token_ids": case.token_ids,
         "max_tokens": 200,

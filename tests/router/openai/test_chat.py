@@ -119,6 +119,17 @@ async def test_a_stop_string_within_min_tokens_does_not_count():
         assert answer["choices"][0]["message"]["content"] == "x STOP y"
 
 
+@pytest.mark.parametrize(("min_tokens", "shown"), [(3, "x "), (5, "x "), (6, "x STOP y")])
+async def test_a_stop_string_that_begins_within_min_tokens_and_ends_behind_them_counts(
+    min_tokens: int, shown: str
+):
+    """Each character is a token; STOP is the third to the sixth."""
+    async with serve() as served:
+        served.says("x STOP y")
+        answer = (await served.chat(stop="STOP", min_tokens=min_tokens, max_tokens=60)).json()
+        assert answer["choices"][0]["message"]["content"] == shown
+
+
 async def test_an_answer_cut_by_max_tokens_says_length():
     async with serve() as served:
         served.says("a b c d e f g")
