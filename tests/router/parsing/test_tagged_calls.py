@@ -225,7 +225,7 @@ def test_of_more_parts_than_are_looked_at_nothing_is_told(looked_at: list[int]) 
     for many in (alternatives, listed):
         properties: JsonObject = {"a": {"type": "integer"}, "many": many, "b": {"type": "integer"}}
         types = ParameterTypes({"properties": properties})
-        assert types.of("a") == {"integer"}
+        assert types.of("a") == frozenset({"integer"})
         assert types.of("many") is None
         assert types.of("b") is None
     assert len(looked_at) < 10
