@@ -10,15 +10,15 @@ beginning.
 """
 
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from threading import Lock
-from time import perf_counter
+from threading import Barrier, Lock, stack_size
+from time import perf_counter, thread_time
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -26,12 +26,18 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.config.schema import GrammarConfig
 from baton.errors import BatonError, EngineError, ModelLoadError
 from baton.generation import Prompt
-from baton.grammar import parser_limits
+from baton.grammar import COMPILE_STACK_BYTES, parser_limits
 from baton.pretrained import PretrainedTokenizer, read_tokenizer
+from baton.tenant_cache import TenantCache
 from baton_engine.matcher import CompiledGrammar, MaskThreads, MatcherConstraint, refusal_of
 from baton_engine.ports import GrammarCounts, TokenConstraint
 
 logger = logging.getLogger(__name__)
+
+MAX_KEPT_S = 4.0
+"""Of a core's time, that compiling the grammars that are kept and finding their masks has taken. llguidance does not
+tell what memory they have; a second of its work leaves 200 MiB at most, of hostile ones 30 to 150.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,14 +112,13 @@ class MatcherCompiler:
     def __init__(self, tokenizer: LLTokenizer, config: GrammarConfig) -> None:
         self._tokenizer = tokenizer
         self._limits = parser_limits(config)
-        self._max_kept = config.max_compiled
-        self._kept: OrderedDict[bytes, tuple[LLMatcher, CompiledGrammar]] = OrderedDict()
+        self._kept = TenantCache[bytes, tuple[LLMatcher, CompiledGrammar]](config.max_compiled)
         self.counts = GrammarCounts()
         self._masks = MaskThreads()
         self._lock = Lock()
         self._num_threads = config.threads
         self._num_working = 0
-        self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="grammar")
+        self._pool = _deep_threads(config.threads)
         self._waiting = _JobQueue()
         self._compiling: dict[bytes, list[_Job]] = {}
         """By digest of a grammar that a thread compiles: others that want it."""
@@ -189,44 +194,67 @@ class MatcherCompiler:
         prompt = job.prompt
         is_kept = True
         while is_kept:
-            matcher, grammar, is_kept = self._matcher(prompt.sampling.grammar, job.digest)
+            begun_s = thread_time()
+            matcher, grammar, is_kept = self._matcher(job)
             for token in prompt.output_tokens:
                 matcher.consume_token(token)
             # The first mask, here already: a grammar too complex for it is refused before any step computes for it.
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+            grammar.spend(thread_time() - begun_s)
             if not matcher.is_error():
                 return MatcherConstraint(matcher, grammar, mask)
             grammar.forget()  # one that was kept may have been used up by others
         return refusal_of(matcher)
 
-    def _matcher(self, text: str, digest: bytes) -> tuple[LLMatcher, CompiledGrammar, bool]:
+    def _matcher(self, job: _Job) -> tuple[LLMatcher, CompiledGrammar, bool]:
         """A fresh copy, at the beginning of an output; its grammar; and whether that was kept."""
         with self._lock:
-            if (kept := self._kept.get(digest)) is not None:
-                self._kept.move_to_end(digest)
+            if (kept := self._kept.get(job.digest)) is not None:
                 self.counts.found += 1
                 return kept[0].deep_copy(), kept[1], True
+        text = job.prompt.sampling.grammar
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         grammar = CompiledGrammar(
             vocab_size=self._tokenizer.vocab_size,
             counts=self.counts,
             threads=self._masks,
-            forget=partial(self._forget, digest),
+            forget=partial(self._forget, job.digest),
+            grown=self._shrink,
         )
         if matcher.is_error():
             return matcher, grammar, False
         copy = matcher.deep_copy()
         with self._lock:
             self.counts.compiled += 1
-            self._kept[digest] = matcher, grammar
-            if len(self._kept) > self._max_kept:
-                self._kept.popitem(last=False)
-                self.counts.evicted += 1
+            kept = matcher, grammar
+            self.counts.evicted += self._kept.put(job.digest, kept, job.prompt.tenant)
         return copy, grammar, False
+
+    def _shrink(self) -> None:
+        """Keeps no more than may be kept, after a grammar has taken more time."""
+        with self._lock:
+            self.counts.evicted += self._kept.shrink(lambda kept: kept[1].spent_s, MAX_KEPT_S)
 
     def _forget(self, digest: bytes) -> None:
         with self._lock:
-            self._kept.pop(digest, None)
+            self._kept.pop(digest)
+
+
+def _deep_threads(count: int) -> ThreadPoolExecutor:
+    """Threads on which grammars may be compiled that a router has checked: they have started, each with its stack."""
+    threads = ThreadPoolExecutor(count, thread_name_prefix="grammar")
+    all_run = Barrier(count + 1)
+    usual = stack_size(COMPILE_STACK_BYTES)  # of every thread that starts meanwhile
+    try:
+        for _ in range(count):
+            threads.submit(all_run.wait)
+        all_run.wait()
+    except BaseException:
+        all_run.abort()
+        raise
+    finally:
+        stack_size(usual)
+    return threads
 
 
 def load_compiler(

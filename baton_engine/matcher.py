@@ -36,6 +36,9 @@ _SLOW_ABOVE_S, _QUICK_BELOW_S = 500e-6, 250e-6
 _WEIGHT_OF_LAST = 0.25
 """Of the last mask in that average: one of a few milliseconds is enough, and a few quick ones make up for it."""
 
+_TELL_EVERY_S = 0.1
+"""Of a core's time: after so much more of it a grammar tells that it has grown."""
+
 _LOW_PRIORITY = 19
 """Niceness of the thread for slow grammars: where all cores are busy it gets less than a fiftieth of one."""
 
@@ -116,20 +119,32 @@ class CompiledGrammar:
         threads: Find the masks.
         forget: Takes the grammar out of those that are kept compiled: copies of a matcher share what its lexer has
             found, up to a limit, and where that is used up the next request has to begin anew.
+        grown: Called now and then while it takes time: what its lexer finds stays in memory.
         is_slow: Whether its masks take long.
+        spent_s: Of a core's time, that compiling it and finding its masks has taken.
     """
 
     vocab_size: int
     counts: GrammarCounts
     threads: MaskThreads
     forget: Callable[[], None]
+    grown: Callable[[], None]
     is_slow: bool = False
+    spent_s: float = field(default=0.0, init=False)
+    _told_s: float = field(default=0.0, init=False)
     _mean_s: float = field(default=0.0, init=False)
 
     @property
     def num_words(self) -> int:
         """Of a mask, 32 tokens each."""
         return -(-self.vocab_size // 32)
+
+    def spend(self, seconds: float) -> None:
+        """It took so much more of a core's time. Not to be called with a lock that its keeper may wait for."""
+        self.spent_s += seconds
+        if self.spent_s - self._told_s > _TELL_EVERY_S:
+            self._told_s = self.spent_s
+            self.grown()
 
     def took(self, seconds: float) -> None:
         """One more mask was found, in so much of a core's time."""
@@ -231,8 +246,10 @@ class MatcherConstraint:
             except BaseException as error:  # noqa: BLE001 - a panic of Rust's is no Exception
                 self._break(error)
         changed = self._grammar.threads.changed
+        took_s = thread_time() - begun_s
+        self._grammar.spend(took_s)
         with changed:
-            self._grammar.took(thread_time() - begun_s)
+            self._grammar.took(took_s)
             self._mask = mask
             self._grammar.counts.late += self._is_late
             was_late, self._is_finding, self._is_late = self._is_late, False, False

@@ -123,12 +123,16 @@ class GrammarConfig:
 
     Attributes:
         max_bytes: Longest schema, regular expression or grammar, as JSON or text; 256 KiB at most.
-        max_depth: Levels of a schema.
+        max_depth: Levels of a schema. What its parts refer to may lead deeper, as far as 8 MiB of stack let llguidance
+            follow it: some 800 to 1,800 levels.
         max_symbols: Symbols in the productions of a compiled grammar.
-        max_states: States of its lexer; each takes one or two kilobytes of a worker's memory.
+        max_states: States of its lexer; each takes up to three kilobytes of a worker's memory while an output that found
+            it runs, or its grammar is kept.
         compile_fuel: Work to compile one, in llguidance's units: about 50,000 take a millisecond.
         step_fuel: Work to find which tokens may come next, once per token: about 70,000 take a millisecond.
-        max_compiled: Compiled grammars that a process keeps, those used last.
+        max_compiled: Compiled grammars that a process keeps, those used last; beyond that, who has the most gives one up.
+            A worker keeps fewer where compiling them and finding their masks has taken 4 s of a core, with which their
+            memory grows.
         max_compiling_per_tenant: Grammars of one tenant that a router checks or has waiting for it; beyond that, 429.
         check_s_per_minute_per_tenant: Seconds of a processor that a router gives to checking one tenant's new grammars,
             per minute, and at once to who asked for none before; beyond that, 429 until as much time has passed. A

@@ -3,6 +3,7 @@ and what the model's template sees of them, which knows OpenAI's words.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -280,7 +281,7 @@ class ConversationBody(BodyObject):
         """The tools that the client runs itself."""
         return [tool for tool in self.tools or () if isinstance(tool, ToolDefinition)]
 
-    @property
+    @cached_property
     def callable_tools(self) -> CallableTools | None:
         """Those of `tools` that `tool_choice` leaves."""
         choice = self.tool_choice or ToolChoiceParam(type="auto")

@@ -13,6 +13,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError, model_validator
 from pydantic_core import from_json
 
+from baton.config.rules import MAX_GRAMMAR_BYTES
 from baton.errors import InvalidRequestError
 from router.generation.json_schema import spelt_out
 from router.http.fields import BodyObject, JsonObject, only, refusal, unsupported
@@ -217,7 +218,7 @@ def _grammar_of_answer(form: AnswerForm, special_tokens: Iterable[str]) -> Gramm
         special_tokens: Texts of the model's special tokens: triggers that are all of them are those tokens.
 
     Raises:
-        InvalidRequestError: Its text is not JSON where it must be.
+        InvalidRequestError: Its text is not JSON where it must be, or its grammar would be too long.
     """
     value, param = form.value, form.param
     match form.kind:
@@ -261,13 +262,25 @@ def _behind_reasoning(form: AnswerForm, grammar: Grammar) -> Grammar:
 
 
 def _with_schemas(form: AnswerForm) -> str:
-    """The rules of calls with the schemas of their arguments in place."""
+    """The rules of calls with the schemas of their arguments in place. Of a tool whose arguments have a schema each,
+    all of these hold what they refer to: no more of them is written out than a grammar may have characters.
+    """
     first, *parts = form.calls.split(CALL_SCHEMA)
-    placed = [
-        json.dumps(_with_options(schema)) + part
-        for schema, part in zip(form.call_schemas, parts, strict=True)
-    ]
-    return "".join([first, *placed])
+    placed, length = [first], len(first)
+    for schema, part in zip(form.call_schemas, parts, strict=True):
+        placed.append(json.dumps(_with_options(schema)) + part)
+        length += len(placed[-1])
+        if length > MAX_GRAMMAR_BYTES:
+            raise too_long(form.param)
+    return "".join(placed)
+
+
+def too_long(param: str) -> InvalidRequestError:
+    """A grammar has more characters than any may."""
+    return InvalidRequestError(
+        f"{param}: longer than {MAX_GRAMMAR_BYTES} characters, with what its formats and references stand for.",
+        param=param,
+    )
 
 
 def _from_json(text: str, param: str) -> JsonValue:

@@ -5,7 +5,6 @@ too much, is refused here, with the path of the fault.
 import asyncio
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +20,16 @@ from pydantic import JsonValue
 from baton.clock import Clock, MonotonicClock
 from baton.config.rules import MAX_GRAMMAR_BYTES
 from baton.config.schema import GrammarConfig
-from baton.errors import InvalidRequestError, OverloadedError, RateLimitedError
+from baton.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    RateLimitedError,
+    UnavailableError,
+)
 from baton.grammar import parser_limits, reason_of
-from router.generation.answer_form import AnswerForm, Grammar, StructuralTag, grammar_of
+from baton.tenant_cache import TenantCache
+from router.generation.answer_form import AnswerForm, StructuralTag, grammar_of, too_long
+from router.generation.grammar_faults import GrammarFaults
 from router.generation.json_schema import SchemaPart, checked_parts
 from router.limits.local import BucketSize, TokenBucket
 from router.tenants.fair_threads import FairThreads
@@ -33,6 +39,8 @@ _FORGET_ABOVE = 1024
 """Tenants; then those that owe nothing are forgotten."""
 
 _T = TypeVar("_T")
+_Outcome = str | InvalidRequestError | UnavailableError
+"""Of a check: the grammar, or why there is none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,9 +64,7 @@ class GrammarCheck:
         check: Finds it, where it is not known.
     """
 
-    def __init__(
-        self, *, known: str = "", check: asyncio.Task[str | InvalidRequestError] | None = None
-    ) -> None:
+    def __init__(self, *, known: str = "", check: asyncio.Task[_Outcome] | None = None) -> None:
         self._known = known
         self._check = check
 
@@ -67,11 +73,12 @@ class GrammarCheck:
 
         Raises:
             InvalidRequestError: There is no such grammar, or it is over a limit.
+            UnavailableError: There is no process to check it in.
         """
         if self._check is None:
             return self._known
         outcome = await asyncio.shield(self._check)
-        if isinstance(outcome, InvalidRequestError):
+        if not isinstance(outcome, str):
             raise outcome
         return outcome
 
@@ -93,7 +100,7 @@ class GrammarCheck:
 
 
 class GrammarChecker:
-    """Makes grammars of the forms that clients ask for, and checks each once.
+    """Makes grammars of the forms that clients ask for, and checks each once, in a process that it may end.
 
     Tenants take turns at the threads; and each pays with its own time, also for what is refused or given up by its
     client.
@@ -113,16 +120,15 @@ class GrammarChecker:
         clock: Clock | None = None,
     ) -> None:
         self._config = config
-        self._limits = parser_limits(config)
+        self._faults = GrammarFaults(parser_limits(config))
         self._special = frozenset(special_tokens)
-        self._known: OrderedDict[bytes, str] = (
-            OrderedDict()
-        )  # texts of checked grammars, by their form's digest
+        self._known = TenantCache[bytes, str](config.max_compiled)
+        """Texts of checked grammars, by their form's digest."""
         self._tenants: dict[str, _Tenant] = {}
         per_minute = config.check_s_per_minute_per_tenant
         self._allowance = BucketSize(rate_per_s=per_minute / 60, capacity=per_minute)
         self._clock = clock or MonotonicClock()
-        self._checks: set[asyncio.Task[str | InvalidRequestError]] = set()
+        self._checks: set[asyncio.Task[_Outcome]] = set()
         self._threads = FairThreads(config.threads, "grammar")
         self._outcomes = Metric(
             "baton_router_grammars",
@@ -151,7 +157,6 @@ class GrammarChecker:
         self.check_size(form.value, form.param)
         digest = _digest(form)
         if (text := self._known.get(digest)) is not None:
-            self._known.move_to_end(digest)
             self._outcomes.labels("known").inc()
             return GrammarCheck(known=text)
         tenant = self._admitted(form, tenant_id)
@@ -183,8 +188,9 @@ class GrammarChecker:
             pass
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads and the processes."""
         self._threads.close()
+        self._faults.close()
 
     def _admitted(self, form: AnswerForm, tenant_id: str) -> _Tenant:
         """The tenant, if it may have another grammar checked."""
@@ -217,7 +223,7 @@ class GrammarChecker:
 
     async def _check_in_turn(
         self, tenant_id: str, tenant: _Tenant, form: AnswerForm, digest: bytes
-    ) -> str | InvalidRequestError:
+    ) -> _Outcome:
         try:
             outcome, seconds = await self._threads.run(tenant_id, partial(self._made, form))
             tenant.time_left.give_back(-seconds, self._allowance, self._clock.now_s())
@@ -225,40 +231,40 @@ class GrammarChecker:
             tenant.num_checking -= 1
         if isinstance(outcome, InvalidRequestError):
             self._outcomes.labels("refused").inc()
+        if not isinstance(outcome, str):
             return outcome
-        self._known[digest] = outcome
-        if len(self._known) > self._config.max_compiled:
-            self._known.popitem(last=False)
+        self._known.put(digest, outcome, tenant_id)
         self._outcomes.labels("checked").inc()
         return outcome
 
-    def _made(self, form: AnswerForm) -> tuple[str | InvalidRequestError, float]:
+    def _made(self, form: AnswerForm) -> tuple[_Outcome, float]:
         """The grammar of a form, or why there is none; and the seconds that it took of a processor."""
         begun_s = time.thread_time()
-        outcome: str | InvalidRequestError
+        child_s = 0.0
+        outcome: _Outcome
         try:
             grammar = grammar_of(form, self._special)
             if len(grammar.text) > MAX_GRAMMAR_BYTES:
-                raise InvalidRequestError(
-                    f"{form.param}: longer than {MAX_GRAMMAR_BYTES} characters, with what its formats stand for.",
-                    param=form.param,
-                )
-            self._check(grammar)
+                raise too_long(form.param)
+            parts = [
+                part
+                for path, schema in grammar.schemas
+                for part in checked_parts(schema, path, grammar.param, self._config.max_depth)
+            ]
             outcome = grammar.text
-        except InvalidRequestError as error:
+            verdict = self._faults.first([grammar.text])
+            child_s += verdict.seconds
+            if verdict.fault:
+                paths, alone = _lone_keywords(parts, verdict.fault)
+                lone = self._faults.first(alone, limited=False)
+                child_s += lone.seconds
+                path = paths[lone.place] if lone.fault else grammar.param
+                outcome = InvalidRequestError(
+                    f"{path}: {reason_of(verdict.fault)}", param=grammar.param
+                )
+        except (InvalidRequestError, UnavailableError) as error:
             outcome = error
-        return outcome, time.thread_time() - begun_s
-
-    def _check(self, grammar: Grammar) -> None:
-        parts = [
-            part
-            for path, schema in grammar.schemas
-            for part in checked_parts(schema, path, grammar.param, self._config.max_depth)
-        ]
-        fault = LLMatcher.validate_grammar(grammar.text, limits=self._limits)
-        if fault and not fault.startswith("WARNING"):
-            path = _faulty_keyword(parts, fault) or grammar.param
-            raise InvalidRequestError(f"{path}: {reason_of(fault)}", param=grammar.param)
+        return outcome, time.thread_time() - begun_s + child_s
 
 
 def _digest(form: AnswerForm) -> bytes:
@@ -270,24 +276,27 @@ def _digest(form: AnswerForm) -> bytes:
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
-def _faulty_keyword(parts: list[SchemaPart], fault: str) -> str | None:
-    """Where the first keyword stands that llguidance refuses alone, if one is why a schema was refused."""
-    alone: list[tuple[str, str]] = []
+def _lone_keywords(parts: list[SchemaPart], fault: str) -> tuple[list[str], list[str]]:
+    """The paths of keywords that llguidance may refuse alone, and a grammar of each: where a schema was refused for that
+    fault, the first of them that is refused is why.
+    """
+    paths: list[str] = []
+    grammars: list[str] = []
     for part in parts:
         if isinstance(pattern := part.schema.get("pattern"), str):
-            alone.append((f"{part.path}.pattern", LLMatcher.grammar_from_regex(pattern)))
+            paths.append(f"{part.path}.pattern")
+            grammars.append(LLMatcher.grammar_from_regex(pattern))
         for keyword in _LIMITS:
             if keyword in part.schema:
                 limit = json.dumps({"type": "number", keyword: part.schema[keyword]})
-                alone.append((f"{part.path}.{keyword}", LLMatcher.grammar_from_json_schema(limit)))
+                paths.append(f"{part.path}.{keyword}")
+                grammars.append(LLMatcher.grammar_from_json_schema(limit))
         if fault.startswith("Resource "):
             for keyword in part.schema.keys() & {"$ref", "$schema"}:
                 lone = json.dumps({keyword: part.schema[keyword]})
-                alone.append((f"{part.path}.{keyword}", LLMatcher.grammar_from_json_schema(lone)))
-    for path, grammar in alone[:_MAX_LOOKED_AT]:
-        if LLMatcher.validate_grammar(grammar):
-            return path
-    return None
+                paths.append(f"{part.path}.{keyword}")
+                grammars.append(LLMatcher.grammar_from_json_schema(lone))
+    return paths[:_MAX_LOOKED_AT], grammars[:_MAX_LOOKED_AT]
 
 
 def _is_larger(value: object, max_bytes: int) -> bool:

@@ -109,7 +109,7 @@ class SamplingBody(Body):
                 forms.append(AnswerForm(kind=kind, value=value, param=f"guided_{kind}"))
         return forms
 
-    @property
+    @cached_property
     def callable_tools(self) -> CallableTools | None:
         """Tools that the answer may call; None where it may call none."""
         return None

@@ -6,6 +6,7 @@ no effect; their names are told to the client.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -251,7 +252,7 @@ class ChatCompletionRequest(ReasoningBody, GenerationBody):
         """The form of `response_format`."""
         return asked_form(self.response_format)
 
-    @property
+    @cached_property
     def callable_tools(self) -> CallableTools | None:
         """Those of `tools` that `tool_choice` leaves."""
         parallel = self.parallel_tool_calls is not False

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from baton.errors import ConfigError
@@ -25,15 +26,21 @@ from router.parsing.families import (
 from router.parsing.harmony import HarmonyParser
 from router.parsing.parser import FamilyParser
 from router.parsing.python_calls import KeywordArgument, arguments_rules, keyword_arguments
-from router.parsing.tagged_calls import TaggedArgument, Unheld, tagged_arguments, tagged_rules
+from router.parsing.tagged_calls import (
+    ParameterTypes,
+    TaggedArgument,
+    Unheld,
+    tagged_arguments,
+    tagged_rules,
+)
 
 Family = TypeVar("Family")
 AUTO, NONE = "auto", "none"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ToolSchema:
-    """What a parser and a grammar need of a tool.
+    """What a parser and a grammar need of a tool. What takes long to tell of it is kept.
 
     Attributes:
         name: As it is called.
@@ -55,6 +62,16 @@ class ToolSchema:
     def arguments(self) -> JsonObject:
         """The schema of the objects that `parameters` takes: a call's arguments are nothing else."""
         return self.parameters | {"type": "object"}
+
+    @cached_property
+    def tagged(self) -> list[TaggedArgument] | Unheld | None:
+        """Its arguments where each is written as an element; see `tagged_arguments`."""
+        return tagged_arguments(self.arguments)
+
+    @cached_property
+    def types(self) -> ParameterTypes:
+        """The types of its parameters."""
+        return ParameterTypes(self.parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +107,12 @@ class OutputFormat:
             )
         family = None if tools is None else self.tools
         return FamilyParser(
-            family, self.reasoning, parameters, self.marker_ids, in_reasoning=in_reasoning
+            family,
+            self.reasoning,
+            parameters,
+            self.marker_ids,
+            types={tool.name: tool.types for tool in tools or ()},
+            in_reasoning=in_reasoning,
         )
 
     def opens_reasoning(self, prompt_end: str) -> bool:
@@ -124,7 +146,7 @@ class OutputFormat:
         if self.tools is None or self.tools.shape is not CallShape.TAGGED:
             return None
         for tool in tools:
-            if isinstance(found := tagged_arguments(tool.arguments), Unheld):
+            if isinstance(found := tool.tagged, Unheld):
                 return tool, found.path
         return None
 
@@ -391,9 +413,8 @@ _ANY_TEXT = "/(?s:.*)/"
 
 def _tagged(tool: ToolSchema) -> list[TaggedArgument] | None:
     """The arguments of a tool to whose schema calls can be held."""
-    found = tagged_arguments(tool.arguments)
-    assert not isinstance(found, Unheld)
-    return found
+    assert not isinstance(tool.tagged, Unheld)
+    return tool.tagged
 
 
 def _escaped(text: str) -> str:

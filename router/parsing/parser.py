@@ -21,11 +21,11 @@ from router.parsing.families import CallShape, ReasoningFamily, ToolFamily
 from router.parsing.reading import LONGEST_NAME, TOOL_NAME, OutputReader, Reading
 from router.parsing.tagged_calls import (
     VALUE_END,
+    ParameterTypes,
     Types,
     as_json,
     is_text,
     leaves_string_open,
-    types_of,
 )
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -62,6 +62,7 @@ class FamilyParser(OutputReader):
         reasoning: The family of its reasoning; None where that is not looked for.
         parameters: Of each tool that may be called, its JSON schema.
         marker_ids: Marks that are single tokens, and those.
+        types: Of each tool, those of its parameters.
         in_reasoning: Whether the prompt ended within reasoning.
     """
 
@@ -72,12 +73,13 @@ class FamilyParser(OutputReader):
         parameters: Mapping[str, object],
         marker_ids: Mapping[str, int],
         *,
+        types: Mapping[str, ParameterTypes],
         in_reasoning: bool,
     ) -> None:
         marks = [*(tools.marks if tools else ()), *(reasoning.marks if reasoning else ())]
         super().__init__(marks, marker_ids, in_reasoning=in_reasoning)
         self._tools, self._reasoning = tools, reasoning
-        self._parameters = parameters
+        self._parameters, self._types = parameters, types
 
     def _read(self, *, in_reasoning: bool) -> Reading[None]:
         tools, reasoning = self._tools, self._reasoning
@@ -276,7 +278,7 @@ class FamilyParser(OutputReader):
         if name is None or not TOOL_NAME.fullmatch(name.strip()):
             return False
         self._begin_call(name.strip())
-        parameters, types = self._parameters.get(name.strip()), dict[str, Types]()
+        told, types = self._types.get(name.strip()), dict[str, Types]()
         opening = "{"
         while (yield from self._accept_after_blanks("<parameter=")):
             key = yield from self._read_until(">")
@@ -284,7 +286,7 @@ class FamilyParser(OutputReader):
                 return True  # the call broke off within a parameter
             is_told = key in types
             if not is_told:
-                types[key] = _types(parameters, key)
+                types[key] = None if told is None else told.of(key)
             value = yield from self._read_tagged_value(types[key])
             if value is None:
                 return True
@@ -500,11 +502,3 @@ def _number(word: str) -> str:
     except ValueError:
         return ""
     return json.dumps(value) if isfinite(value) else ""
-
-
-def _types(parameters: object, name: str) -> Types:
-    """What the values of a parameter may be."""
-    if not isinstance(parameters, dict):
-        return None
-    properties = parameters.get("properties")
-    return types_of(properties.get(name), parameters) if isinstance(properties, dict) else None

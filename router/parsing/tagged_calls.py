@@ -16,11 +16,8 @@ values are.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
-from itertools import chain
 
 from pydantic import JsonValue
 from pydantic_core import from_json
@@ -32,6 +29,10 @@ VALUE_END = "</parameter>"
 _NAME = re.compile(r"[^<>\n]{1,128}")
 _MOST_VALUES = 4096
 """That the parameters of one tool list, where these may be texts: the grammar writes out each."""
+_MOST_PARTS = 2**13
+"""That are looked at to tell what one tool's parameters take: schemas that they lead to, references to these, and
+values that are listed, eight of which count as one. So many take some hundredths of a second of the event loop.
+"""
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
 _LENGTHS = frozenset({"type", "minLength", "maxLength"})
@@ -70,6 +71,22 @@ class Unheld:
     path: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """All values that a schema takes: listed by itself, or by its alternatives, whose lists are not copied."""
+
+    count: int
+    listed: tuple[JsonValue, ...] = ()
+    parts: tuple["_Values", ...] = ()
+
+    def __iter__(self) -> Iterator[JsonValue]:
+        left = [self]
+        while left:
+            found = left.pop()
+            yield from found.listed
+            left += reversed(found.parts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Told:
     """What a schema tells of the values that it takes.
@@ -82,7 +99,7 @@ class _Told:
     """
 
     types: Types = None
-    values: tuple[JsonValue, ...] | None = None
+    values: _Values | None = None
     takes_all: bool = False
     lengths: tuple[int, int | None] | None = None
 
@@ -92,40 +109,60 @@ _NOWHERE: JsonObject = {"$ref": None}
 _NULL = frozenset({"null"})
 
 
-def types_of(schema: object, root: JsonObject) -> Types:
-    """The types that values of a schema may have.
+class SchemaReader:
+    """Tells of parts of one schema what values they take. Each part is looked at once, after those that it leads to,
+    whoever asks: a few may refer to each other in so many ways that nobody could follow all of them. Nothing is told of
+    what leads back to itself, and of what is met when `_MOST_PARTS` have been looked at.
 
     Args:
-        schema: Part of `root`.
-        root: Which its references are to.
+        root: Which references are to. It, and what is asked for, outlive this.
     """
-    return _told_by([schema], root).get(id(schema), _NOTHING).types
+
+    def __init__(self, root: JsonObject) -> None:
+        self._root = root
+        self._room = _MOST_PARTS
+        self._parts: dict[int, list[JsonObject]] = {}
+        """By the `id` of what was begun."""
+        self._told: dict[int, _Told | None] = {}
+        """Of what was finished; None where it leads to what it is a part of."""
+
+    def told(self, schema: object) -> _Told:
+        """What values a schema takes."""
+        left = [schema] if isinstance(schema, dict) else []
+        while left and self._room > 0:
+            found = left[-1]
+            if id(found) in self._told:  # meanwhile, as a part of another one
+                left.pop()
+            elif (parts := self._parts.get(id(found))) is None:
+                parts = self._parts[id(found)] = _parts(found, self._root)
+                listed = found.get("enum")
+                self._room -= 1 + len(parts)
+                self._room -= len(listed) // 8 if isinstance(listed, list) else 0
+                left += [part for part in parts if id(part) not in self._parts]
+            else:
+                left.pop()
+                told = [self._told.get(id(part)) for part in parts]
+                known = [one for one in told if one is not None]
+                self._told[id(found)] = _told(found, known) if len(known) == len(told) else None
+        return self._told.get(id(schema)) or _NOTHING
 
 
-def _told_by(schemas: Iterable[object], root: JsonObject) -> Mapping[int, _Told]:
-    """What these schemas tell, and those that they lead to, by their `id`. Each is looked at once, after those that it
-    leads to: a few may refer to each other in so many ways that nobody could follow all of them. What leads back to
-    itself is left out.
+class ParameterTypes:
+    """The types of one tool's parameters.
+
+    Args:
+        parameters: The tool's schema.
     """
-    parts: dict[int, list[JsonObject]] = {}
-    order = TopologicalSorter[int]()
-    found: dict[int, JsonObject] = {}
-    left = [schema for schema in schemas if isinstance(schema, dict)]
-    while left:
-        schema = left.pop()
-        if id(schema) not in found:
-            found[id(schema)] = schema
-            parts[id(schema)] = _parts(schema, root)
-            order.add(id(schema), *map(id, parts[id(schema)]))
-            left += parts[id(schema)]
-    with suppress(CycleError):  # what does not lead into a cycle is ready all the same
-        order.prepare()
-    told_by: dict[int, _Told] = {}
-    while ready := order.get_ready():
-        for place in ready:
-            told_by[place] = _told(found[place], [told_by[id(part)] for part in parts[place]])
-        order.done(*ready)
-    return told_by
+
+    def __init__(self, parameters: JsonObject) -> None:
+        self._properties = parameters.get("properties")
+        self._reader = SchemaReader(parameters)
+
+    def of(self, name: str) -> Types:
+        """The types that a parameter may have."""
+        if not isinstance(self._properties, dict):
+            return None
+        return self._reader.told(self._properties.get(name)).types
 
 
 def _parts(schema: JsonObject, root: JsonObject) -> list[JsonObject]:
@@ -251,18 +288,21 @@ def tagged_arguments(parameters: JsonObject) -> list[TaggedArgument] | Unheld | 
     keywords = keyword_arguments(parameters, _NAME)
     if keywords is None:
         return Unheld(path="")
-    told_by = _told_by((keyword.schema for keyword in keywords), parameters)
+    reader = SchemaReader(parameters)
     found: list[TaggedArgument] = []
     num_values = 0
     for keyword in keywords:
         name, schema, required = keyword.name, keyword.schema, keyword.required
-        told = told_by.get(id(schema), _NOTHING)
+        told = reader.told(schema)
         if told.types is not None and "string" not in told.types:
             found.append(TaggedArgument(name=name, required=required, schema=schema))
         elif told.values is not None:
-            num_values += len(told.values)
-            texts = tuple(v if isinstance(v, str) else json.dumps(v) for v in told.values)
-            if num_values > _MOST_VALUES or not _are_read_back(texts, told.values, told.types):
+            num_values += told.values.count
+            if num_values > _MOST_VALUES:
+                return Unheld(path=f"properties.{name}")
+            values = tuple(told.values)
+            texts = tuple(v if isinstance(v, str) else json.dumps(v) for v in values)
+            if not _are_read_back(texts, values, told.types):
                 return Unheld(path=f"properties.{name}")
             found.append(TaggedArgument(name=name, required=required, texts=texts))
         elif told.takes_all:
@@ -285,7 +325,7 @@ def _demands(schema: JsonObject) -> set[str]:
     return set(schema) - REMARKS
 
 
-def _values(schema: JsonObject, types: Types) -> tuple[JsonValue, ...] | None:
+def _values(schema: JsonObject, types: Types) -> _Values | None:
     demands = _demands(schema) - {"type"}
     listed: JsonValue = None
     if demands == {"enum"}:
@@ -294,17 +334,19 @@ def _values(schema: JsonObject, types: Types) -> tuple[JsonValue, ...] | None:
         listed = [schema["const"]]
     elif not demands and types == _NULL:
         listed = [None]
-    if not isinstance(listed, list) or types is None:
+    if not isinstance(listed, list) or types is None or len(listed) > _MOST_VALUES:
         return None
-    return tuple(v for v in listed if _is_of(v, types)) or None
+    values = tuple(v for v in listed if _is_of(v, types))
+    return _Values(len(values), listed=values) if values else None
 
 
-def _all_values(parts: Sequence[_Told]) -> tuple[JsonValue, ...] | None:
+def _all_values(parts: Sequence[_Told]) -> _Values | None:
     """Those of alternatives, where each lists its own and they are not too many."""
-    found = [part.values for part in parts if part.values is not None]
-    if len(found) < len(parts) or sum(map(len, found)) > _MOST_VALUES:
+    found = tuple(part.values for part in parts if part.values is not None)
+    count = sum(values.count for values in found)
+    if not found or len(found) < len(parts) or count > _MOST_VALUES:
         return None
-    return tuple(chain.from_iterable(found)) or None
+    return found[0] if len(found) == 1 else _Values(count, parts=found)
 
 
 def _lengths(schema: JsonObject) -> tuple[int, int | None] | None:

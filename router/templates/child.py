@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 
 from baton.errors import ChildEndedError, UnavailableError
 from router.templates.sandbox import message, receive
@@ -83,6 +85,52 @@ class AskedProcess:
         self._socket.close()
         self._process.kill()
         return max(0, -self._process.wait())
+
+
+class AskedProcesses:
+    """Children of one kind. Threads may share them: each has one to itself while it asks. They start as they are
+    needed, and are kept.
+
+    Args:
+        start: Starts one.
+    """
+
+    def __init__(self, start: Callable[[], AskedProcess]) -> None:
+        self._start = start
+        self._lock = threading.Lock()
+        self._idle: list[AskedProcess] = []
+        self._closed = False
+
+    def take(self) -> AskedProcess:
+        """One that can be asked; `give_back` it, or end it.
+
+        Raises:
+            UnavailableError: None could be started.
+        """
+        while True:
+            with self._lock:
+                child = self._idle.pop() if self._idle else None
+            if child is None:
+                return self._start()
+            if child.alive():
+                return child
+            child.end()
+
+    def give_back(self, child: AskedProcess) -> None:
+        """It may be asked again."""
+        with self._lock:
+            if not self._closed:
+                self._idle.append(child)
+                return
+        child.end()
+
+    def close(self) -> None:
+        """Ends those that nobody asks anything; the others end as they are given back."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for child in idle:
+            child.end()
 
 
 def _started(program: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ import msgspec
 from baton.errors import ChildEndedError, ConfigError, InvalidRequestError
 from baton.telemetry.logs import get_logger
 from router.templates import sandbox
-from router.templates.child import AskedProcess
+from router.templates.child import AskedProcess, AskedProcesses
 
 ChatMessage = Mapping[str, Any]
 """What a template sees of one message: `role` and `content`, texts, and where given `name`,
@@ -123,9 +122,7 @@ class TemplateRenderer:
         }
         self._max_reply_bytes = 4 * max_chars + _MAX_REASON_BYTES
         self._settings = json.dumps(settings).encode()
-        self._lock = threading.Lock()
-        self._idle: list[AskedProcess] = []
-        self._closed = False
+        self._children = AskedProcesses(self._start)
 
     def render(self, conversation: Conversation) -> str:
         """The conversation as one text. Blocks.
@@ -141,7 +138,7 @@ class TemplateRenderer:
             "tools": conversation.tools,
             "arguments": conversation.arguments,
         }
-        child = self._take()
+        child = self._children.take()
         try:
             reply = child.ask(_json(request), self._limit_s)
         except TimeoutError as error:
@@ -153,7 +150,7 @@ class TemplateRenderer:
             raise _refused(conversation, "it ended the process that rendered it") from error
         text = str(memoryview(reply)[1:], "utf-8", "replace")
         if reply[:1] != sandbox.EXHAUSTED:
-            self._give_back(child)
+            self._children.give_back(child)
         else:
             child.end()
         if reply[:1] == sandbox.OK:
@@ -162,33 +159,15 @@ class TemplateRenderer:
 
     def close(self) -> None:
         """Ends the children that render nothing; the others end with their rendering."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for child in idle:
-            child.end()
+        self._children.close()
 
-    def _take(self) -> AskedProcess:
-        while True:
-            with self._lock:
-                child = self._idle.pop() if self._idle else None
-            if child is None:
-                return AskedProcess(
-                    sandbox.__file__,
-                    self._settings,
-                    purpose="render chat templates",
-                    max_reply_bytes=self._max_reply_bytes,
-                )
-            if child.alive():
-                return child
-            child.end()
-
-    def _give_back(self, child: AskedProcess) -> None:
-        with self._lock:
-            if not self._closed:
-                self._idle.append(child)
-                return
-        child.end()
+    def _start(self) -> AskedProcess:
+        return AskedProcess(
+            sandbox.__file__,
+            self._settings,
+            purpose="render chat templates",
+            max_reply_bytes=self._max_reply_bytes,
+        )
 
 
 def _json(request: Mapping[str, Any]) -> bytes:

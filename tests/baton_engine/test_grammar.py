@@ -1,6 +1,7 @@
 """Outputs held to grammars: what is drawn parses, and is the same wherever it is drawn."""
 
 import ctypes
+import itertools
 import json
 import re
 import threading
@@ -56,6 +57,7 @@ from tests.baton_engine.sequences import sequence
 from tests.baton_engine.test_in_flight_model import Noting
 from tests.baton_engine.tiny_models import EOS, make_model, make_tokenizer
 from tests.baton_engine.whole_engine import WholeEngine, hand_off
+from tests.deep_grammars import LARKS, SCHEMAS
 
 ASKED, OTHER = SeqId("asked"), SeqId("other")
 SCHEMA = {
@@ -107,11 +109,18 @@ def new_engine(model, compiler):
 
 
 def compiled(
-    compiler: MatcherCompiler, grammar: str, output: tuple[int, ...] = ()
+    compiler: MatcherCompiler,
+    grammar: str,
+    output: tuple[int, ...] = (),
+    *,
+    tenant: str = "tenant",
 ) -> TokenConstraint | BatonError:
     outcome: Future[TokenConstraint | BatonError] = Future()
     prompt = Prompt(
-        prompt_tokens=(1,), output_tokens=output, sampling=SamplingParams(grammar=grammar)
+        prompt_tokens=(1,),
+        output_tokens=output,
+        sampling=SamplingParams(grammar=grammar),
+        tenant=tenant,
     )
     compiler.compile(prompt, outcome.set_result)
     return outcome.result(timeout=20)
@@ -281,7 +290,11 @@ class Breaks:
 
 def _grammar(counts: GrammarCounts, vocab_size: int = 32) -> CompiledGrammar:
     return CompiledGrammar(
-        vocab_size=vocab_size, counts=counts, threads=MaskThreads(), forget=lambda: None
+        vocab_size=vocab_size,
+        counts=counts,
+        threads=MaskThreads(),
+        forget=lambda: None,
+        grown=lambda: None,
     )
 
 
@@ -642,6 +655,70 @@ def test_compiled_grammars_are_kept_up_to_a_number(model):
     assert (counts.compiled, counts.found, counts.evicted, counts.refused) == (4, 1, 2, 1)
     assert counts.compile_s > 0.0
     compiler.close()
+
+
+def of_regex(compiler: MatcherCompiler, text: str, tenant: str) -> MatcherConstraint:
+    constraint = compiled(compiler, LLMatcher.grammar_from_regex(text), tenant=tenant)
+    assert isinstance(constraint, MatcherConstraint)
+    return constraint
+
+
+def test_a_tenant_of_many_grammars_takes_none_of_another_s_place(model):
+    compiler = load_compiler(model, GrammarConfig(max_compiled=4), **vocabulary(model))
+    assert compiler is not None
+    of_regex(compiler, "few", "few")
+    for number in range(9):
+        of_regex(compiler, f"many{number}", "many")
+    of_regex(compiler, "few", "few")
+    assert (compiler.counts.compiled, compiler.counts.found) == (10, 1)
+    of_regex(compiler, "many8", "many")
+    assert (compiler.counts.compiled, compiler.counts.found) == (10, 2)
+    compiler.close()
+
+
+def test_grammars_whose_masks_have_taken_long_are_not_kept_with_all_that_they_found(
+    model, tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    """As if each mask took 0.9 seconds: four of them are what may be kept."""
+    seconds = itertools.count(step=0.9)
+    monkeypatch.setattr("baton_engine.matcher.thread_time", lambda: next(seconds))
+    compiler = load_compiler(model, GrammarConfig(), **vocabulary(model))
+    assert compiler is not None
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
+    bits = np.zeros(11, np.uint32)
+
+    def say(text: str, tenant: str, tokens: int) -> None:
+        constraint = of_regex(compiler, text, tenant)
+        for _ in range(tokens):
+            constraint.accept(a)
+            constraint.fill(bits)
+        assert constraint.fault is None
+
+    say("a{9}", "few", 1)
+    say("[a-c]{9}", "many", 1)
+    say("[a-d]{9}", "many", 0)
+    assert (compiler.counts.compiled, compiler.counts.evicted) == (3, 0)
+    say("[a-e]{9}", "many", 3)  # the heaviest of who has the heaviest goes: itself
+    assert (compiler.counts.compiled, compiler.counts.evicted) == (4, 1)
+    for text, tenant in (("a{9}", "few"), ("[a-c]{9}", "many"), ("[a-d]{9}", "many")):
+        say(text, tenant, 0)
+    assert (compiler.counts.compiled, compiler.counts.found) == (4, 3)
+    say("[a-e]{9}", "many", 0)
+    assert compiler.counts.compiled == 5
+    compiler.close()
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        *map(LLMatcher.grammar_from_json_schema, SCHEMAS.values()),
+        *map(LLMatcher.grammar_from_lark, LARKS.values()),
+    ],
+    ids=[*SCHEMAS, *LARKS],
+)
+def test_what_leads_deeper_than_a_router_takes_is_compiled_all_the_same(compiler, grammar):
+    """So that nothing that a router has taken is too deep for a worker."""
+    assert isinstance(compiled(compiler, grammar), MatcherConstraint)
 
 
 def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path, model):

@@ -78,6 +78,7 @@ def grammar(threads: MaskThreads, *, is_slow: bool = False) -> CompiledGrammar:
         counts=GrammarCounts(),
         threads=threads,
         forget=lambda: None,
+        grown=lambda: None,
         is_slow=is_slow,
     )
 

@@ -3,6 +3,7 @@ a reference to an earlier one is refused.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import (
@@ -397,7 +398,7 @@ class ResponsesRequest(ReasoningBody):
         """The tools that the client calls itself."""
         return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
-    @property
+    @cached_property
     def callable_tools(self) -> CallableTools | None:
         """Those that `tool_choice` leaves."""
         choice = self.tool_choice

@@ -14,12 +14,19 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.clock import ManualClock
+from baton.config.rules import MAX_GRAMMAR_BYTES
 from baton.config.schema import GrammarConfig
 from baton.errors import InvalidRequestError, OverloadedError, RateLimitedError
 from baton.telemetry.metrics import new_registry
 from router.anthropic.replies import AnthropicErrorReply
 from router.generation import grammars
-from router.generation.answer_form import AnswerForm, Grammar, StructuralTag, grammar_of
+from router.generation.answer_form import (
+    CALL_SCHEMA,
+    AnswerForm,
+    Grammar,
+    StructuralTag,
+    grammar_of,
+)
 from router.generation.grammars import GrammarChecker, _Tenant
 from router.http.errors import ErrorReply
 from tests.router.generation.random_answers import random_answer
@@ -123,7 +130,7 @@ def _check_answers(vocabulary: LLTokenizer, schema: Any, grammar: str, *, seeds:
 @pytest.mark.slow
 @pytest.mark.parametrize("outer", ["list", "field", "choice", "named", "reference"])
 @pytest.mark.parametrize("name", SCHEMAS)
-async def test_schemas_within_schemas(name, outer, checker, vocabulary):
+async def test_schemas_within_schemas(name, outer, vocabulary):
     inner = SCHEMAS[name]
     if "#" in json.dumps(inner) and outer != "reference":
         pytest.skip("its references are to its own root")
@@ -134,9 +141,9 @@ async def test_schemas_within_schemas(name, outer, checker, vocabulary):
         "named": {"type": "object", "additionalProperties": inner, "maxProperties": 2},
         "reference": inner,
     }[outer]
-    grammar = await GrammarChecker(GrammarConfig(), (), new_registry()).text_of(
-        of("json", schema), "tenant"
-    )
+    checker = GrammarChecker(GrammarConfig(), (), new_registry())
+    grammar = await checker.text_of(of("json", schema), "tenant")
+    checker.close()
     _check_answers(vocabulary, schema, grammar, seeds=20)
 
 
@@ -576,6 +583,25 @@ async def test_tenants_that_owe_nothing_are_forgotten():
     await checker.text_of(of("regex", "a"), "tenant")
     assert list(checker._tenants) == ["tenant"]
     checker.close()
+
+
+def test_of_calls_no_more_is_written_out_than_a_grammar_may_have(monkeypatch: pytest.MonkeyPatch):
+    """Each argument's schema has all definitions that any of them may refer to."""
+    definitions = {f"d{number}": {"type": "string"} for number in range(1000)}
+    schema: dict[str, Any] = {"$ref": "#/$defs/d0", "$defs": definitions}
+    schemas = (schema,) * 900
+    written: list[object] = []
+
+    def spelt_out(schema: Any) -> Any:
+        written.append(schema)
+        return schema
+
+    monkeypatch.setattr("router.generation.answer_form.spelt_out", spelt_out)
+    calls = "calls: " + " ".join(f"%json {CALL_SCHEMA}" for _ in schemas)
+    form = AnswerForm(kind="calls", value={}, param="tools", calls=calls, call_schemas=schemas)
+    with pytest.raises(InvalidRequestError, match=f"^tools: longer than {MAX_GRAMMAR_BYTES}"):
+        grammar_of(form, ())
+    assert len(written) <= MAX_GRAMMAR_BYTES // len(json.dumps(schema)) + 1
 
 
 @pytest.mark.parametrize(

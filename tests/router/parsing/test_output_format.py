@@ -12,8 +12,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from baton.errors import ConfigError
 from router.generation.answer_form import CALL_SCHEMA, AnswerForm, Kind, grammar_of
 from router.http.fields import JsonObject
+from router.openai.requests import ChatCompletionRequest
 from router.parsing.families import REASONING_FAMILIES, TOOL_FAMILIES
 from router.parsing.output_format import OutputFormat, ToolSchema, detect_format
+from router.parsing.tagged_calls import tagged_arguments
 from tests.router.parsing.test_parser import Said, said
 from tests.router.text.tiny_tokenizers import token_id
 
@@ -494,3 +496,29 @@ def test_names_that_there_are_not_are_refused_by_those_that_there_are() -> None:
         "<tool_call></think>", lambda mark: None, tool_call_parser="none", reasoning_parser="none"
     )
     assert (none.tools, none.reasoning) == (None, None)
+
+
+def test_a_tool_of_tagged_calls_is_taken_apart_once_for_a_request(monkeypatch: pytest.MonkeyPatch):
+    taken_apart: list[object] = []
+
+    def noted(parameters: JsonObject) -> object:
+        taken_apart.append(parameters)
+        return tagged_arguments(parameters)
+
+    monkeypatch.setattr("router.parsing.output_format.tagged_arguments", noted)
+    made = OutputFormat(tools=TOOL_FAMILIES["qwen3_coder"], reasoning=None, marker_ids={})
+    body = ChatCompletionRequest.model_validate(
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": "hi"}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            "tool_choice": "required",
+        }
+    )
+    for _ in range(2):
+        assert body.callable_tools is not None
+        tools = body.callable_tools.tools
+        assert made.unheld(tools) is None
+        made.calls_lark(tools, parallel=True, schema=CALL_SCHEMA)
+        made.call_schemas(tools)
+    assert len(taken_apart) == 1

@@ -1,8 +1,9 @@
 """How values between tags are read, and which schemas they can be held to."""
 
 import json
+import tracemalloc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,14 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from router.http.fields import JsonObject
+from router.parsing import tagged_calls
 from router.parsing.output_format import ToolSchema
-from router.parsing.tagged_calls import TaggedArgument, Unheld, tagged_arguments
+from router.parsing.tagged_calls import (
+    ParameterTypes,
+    TaggedArgument,
+    Unheld,
+    tagged_arguments,
+)
 from tests.router.parsing.test_parser import output_format, parsed
 
 OPTIONAL_DAYS: JsonObject = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
@@ -151,6 +158,77 @@ def test_only_so_many_values_of_texts_are_written_out() -> None:
         "$defs": {"v": values},
     }
     assert tagged_arguments(parameters) == Unheld(path="properties.b")
+
+
+def _chain_of_values(links: int) -> JsonObject:
+    """One parameter that is a thousand values, by so many definitions each of which is the one before."""
+    shared: JsonObject = {"0": {"enum": [*(str(i) for i in range(999)), "a\n"]}}
+    for i in range(1, links):
+        shared[str(i)] = {"anyOf": [{"$ref": f"#/$defs/{i - 1}"}]}
+    properties: JsonObject = {"a": {"$ref": f"#/$defs/{links - 1}"}}
+    return {"type": "object", "properties": properties, "$defs": shared}
+
+
+def test_values_are_copied_for_no_definition_that_leads_to_them() -> None:
+    tracemalloc.start()
+    found = tagged_arguments(_chain_of_values(1500))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert isinstance(found, list)
+    assert len(found[0].texts) == 1000
+    assert most < 1500 * 1000 * 8 / 2
+
+
+def test_values_of_alternatives_within_alternatives_stay_in_their_order() -> None:
+    inner: JsonObject = {"anyOf": [{"enum": ["b", "c"]}, {"const": "d"}]}
+    schema: JsonObject = {"anyOf": [{"const": "a"}, inner, {"type": "null"}]}
+    (held,) = cast("list[TaggedArgument]", _tagged(schema))
+    assert held.texts == ("a", "b", "c", "d", "null")
+
+
+def _tagged(schema: JsonObject) -> object:
+    return tagged_arguments({"type": "object", "properties": {"a": schema}})
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What the parts of a schema were looked for in, by its `id`."""
+    found: list[int] = []
+    parts = tagged_calls._parts
+
+    def noted(schema: JsonObject, root: JsonObject) -> list[JsonObject]:
+        found.append(id(schema))
+        return parts(schema, root)
+
+    monkeypatch.setattr(tagged_calls, "_parts", noted)
+    return found
+
+
+def test_what_many_parameters_refer_to_is_looked_at_once_for_all_of_their_calls(
+    looked_at: list[int],
+) -> None:
+    shared: JsonObject = {"v": {"anyOf": [{"type": "integer"} for _ in range(500)]}}
+    properties: JsonObject = {f"p{i}": {"$ref": "#/$defs/v"} for i in range(20)}
+    tool = ToolSchema(name="f", parameters={"properties": properties, "$defs": shared})
+    written = "".join(f"<parameter=p{i}>\n{i}\n</parameter>\n" for i in range(20))
+    call = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+    made = output_format("qwen3_coder", None, as_tokens=False)
+    for _ in range(3):  # choices of one request
+        said = parsed(made, f"{call}\n{call}", tools=[tool])
+        assert said.arguments() == [{f"p{i}": i for i in range(20)}] * 2
+    assert len(looked_at) == len(set(looked_at)) == 521
+
+
+def test_of_more_parts_than_are_looked_at_nothing_is_told(looked_at: list[int]) -> None:
+    alternatives: JsonObject = {"anyOf": [{"type": "integer"} for _ in range(20_000)]}
+    listed: JsonObject = {"enum": list(range(100_000))}
+    for many in (alternatives, listed):
+        properties: JsonObject = {"a": {"type": "integer"}, "many": many, "b": {"type": "integer"}}
+        types = ParameterTypes({"properties": properties})
+        assert types.of("a") == frozenset({"integer"})
+        assert types.of("many") is None
+        assert types.of("b") is None
+    assert len(looked_at) < 10
 
 
 PLACES = [
