@@ -100,6 +100,14 @@ def test_arriving_prompts_are_a_level_of_their_own(served: Served) -> None:
     assert 9 in {len(prompt) for prompt in served.prompts}
 
 
+def test_decodes_under_arriving_prompts_are_warmed_up_at_their_number(served: Served) -> None:
+    entry = {"pd": Contender(start=Server(served).start, clients=[], under_prompts=True)}
+    list(Contest("tiny", entry, SIZES).run(rounds=1))
+    warming = 1 + SIZES.prompt_clients  # one alone, and one of each client
+    measured = 2 * SIZES.prompt_clients
+    assert sum(len(prompt) == SIZES.input_tokens for prompt in served.prompts) == warming + measured
+
+
 def test_who_has_no_load_is_not_started(served: Served) -> None:
     server = Server(served)
     contest = Contest("tiny", {"int8": Contender(start=server.start, clients=[])}, SIZES)
