@@ -181,7 +181,8 @@ FLAGS: tuple[Flag, ...] = (
         "--speculative-config",
         path="engine.speculative_config",
         help='guess tokens that one step confirms: {"method": "ngram", "num_speculative_tokens": 5}'
-        ' or {"method": "suffix"} or {"method": "draft_model", "model": PATH, "num_speculative_tokens": 3}',
+        ' or {"method": "suffix"} or {"method": "draft_model", "model": PATH, "num_speculative_tokens": 3}'
+        ' or, with a head, "eagle3"',
         metavar="JSON",
     ),
     _flag(
