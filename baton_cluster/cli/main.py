@@ -7,7 +7,7 @@ could not be done.
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from baton.config import env
@@ -75,7 +75,7 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, which names the help of the command that it is about."""
 
     def parse_known_args(
-        self, args: Sequence[str] | None = None, namespace: Any = None
+        self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Of a subcommand too, whose unknown flags would else be left to the parser above it."""
         found, unknown = super().parse_known_args(args, namespace)
