@@ -124,6 +124,20 @@ def test_a_peer_that_nobody_named_says_so(name: str, tmp_path) -> None:
         pass
 
 
+def test_a_pair_hands_off_prompts_of_any_length(tmp_path, monkeypatch) -> None:
+    told: list[dict[str, str]] = []
+
+    @contextmanager
+    def stand_in(*_: str, settings: dict[str, str]) -> Iterator[str]:
+        told.append(settings)
+        yield "http://pair"
+
+    monkeypatch.setattr("bench.peers.contenders.serving", stand_in)
+    terms = Terms(dtype="auto", tbt_target_s=0.1, clients=[1], vllm_python="", llamacpp_server="")
+    with contenders(tmp_path, terms)["pd"].start():
+        assert told == [{"BATON_ROUTER_LOCAL_PREFILL_TOKENS": "0"}]
+
+
 def test_all_have_the_load_of_one_client_and_few_that_of_more(tmp_path) -> None:
     terms = Terms(
         dtype="auto", tbt_target_s=0.1, clients=[1, 8], vllm_python="", llamacpp_server=""
