@@ -1,7 +1,7 @@
 """Seals values that lie where others could write too, as in Redis: with a key of the cluster,
 bound to a name and a time.
 
-32 bytes   BLAKE3 of name, time and content, keyed for this kind of value
+32 bytes   BLAKE2b of name, time and content, keyed for this kind of value
  8 bytes   when it was sealed, ms since 1970, little-endian
  the rest  content
 """

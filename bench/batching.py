@@ -28,7 +28,7 @@ _REQUESTS = 768
 _LONGEST_OUTPUT = 1024
 _TBT_S = 0.02
 _TTFT_S = 0.25
-_LIMITS = EngineLimits(
+LIMITS = EngineLimits(
     max_num_seqs=_SEATS,
     max_num_batched_tokens=2048,
     max_model_len=16_384,
@@ -36,6 +36,7 @@ _LIMITS = EngineLimits(
     num_blocks=4096,
     vocab_size=2,
 )
+"""Of each engine."""
 
 
 def _prompt(tokens: int, output: int, slo: SloTargets = NO_SLO) -> Prompt:
@@ -50,7 +51,7 @@ def _conversation(rng: Random) -> Prompt:
 
 
 def _engine(policy: SchedulingPolicy | None = None) -> SteppedEngine:
-    return SteppedEngine(_LIMITS, policy or SchedulingPolicy(), StepSpeed())
+    return SteppedEngine(LIMITS, policy or SchedulingPolicy(), StepSpeed())
 
 
 def batches(seed: int, requests: int = _REQUESTS) -> dict[str, float]:
@@ -85,7 +86,7 @@ def pacing(seed: int) -> dict[str, float]:
         for n in range(32):
             engine.submit(SeqId(f"d{n}"), _prompt(500, 3000))
         arrivals = _arrivals(Random(seed), rate=6.0, count=90)
-        _feed(engine, [(at_s, _prompt(2000, 8)) for at_s in arrivals])
+        feed(engine, [(at_s, _prompt(2000, 8)) for at_s in arrivals])
         decoding = [life for seq_id, life in engine.lives.items() if seq_id.startswith("d")]
         prompted = [life for seq_id, life in engine.lives.items() if seq_id.startswith("p")]
         gaps = [gap for life in decoding for gap in life.gaps_s[64:] if life.tokens_s]
@@ -107,7 +108,7 @@ def ordering(seed: int) -> dict[str, float]:
             else (at_s, _prompt(rng.randint(1000, 8000), 16))
             for n, at_s in enumerate(_arrivals(rng, rate=8.5, count=600))
         ]
-        _feed(engine, requests)
+        feed(engine, requests)
         lives = list(engine.lives.values())
         promised, others = lives[::3], [life for n, life in enumerate(lives) if n % 3]
         figures[f"promises_kept_{name}"] = fmean(t <= _TTFT_S for t in _ttfts(promised))
@@ -124,13 +125,13 @@ def _arrivals(rng: Random, *, rate: float, count: int) -> list[float]:
     return times
 
 
-def _feed(engine: SteppedEngine, requests: Sequence[tuple[float, Prompt]]) -> None:
+def feed(engine: SteppedEngine, requests: Sequence[tuple[float, Prompt]]) -> None:
     """Submits each request once its time has come, and runs to the end of the last."""
     for n, (at_s, prompt) in enumerate(requests):
         while engine.now_s < at_s:
             if not engine.step():
                 engine.now_s = at_s
-        engine.submit(SeqId(f"p{n}"), prompt)
+        engine.submit(SeqId(f"p{n}"), prompt, arrived_s=at_s)
     engine.run()
 
 
@@ -157,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "seeds": arguments.seeds,
         "requests": _REQUESTS,
         "seats": _SEATS,
-        "max_num_batched_tokens": _LIMITS.max_num_batched_tokens,
+        "max_num_batched_tokens": LIMITS.max_num_batched_tokens,
         "tbt_target_s": _TBT_S,
         "ttft_promise_s": _TTFT_S,
     }

@@ -29,7 +29,7 @@ import httpx
 
 from bench import protocol
 from bench.harness.report import Report
-from bench.harness.server import serving
+from bench.harness.server import WITH_HAND_OFF, serving
 from bench.harness.shapes import SHAPES, write_model
 from bench.transfer import copying
 from bench.transfer.copying import Copying
@@ -43,7 +43,7 @@ PROMPT_TOKENS = {
 }  # 8k: what the model's 8192 positions leave for a prompt
 STAGES = ("reserve", "commit", "release")
 _REQUEST_TIMEOUT_S = 1800.0
-_PATIENCE = {
+_SETTINGS = WITH_HAND_OFF | {
     "BATON_ROUTER_REQUEST_TIMEOUT_S": str(_REQUEST_TIMEOUT_S),
     "BATON_TRANSFER_EXPECT_TIMEOUT_S": str(_REQUEST_TIMEOUT_S),
 }
@@ -138,16 +138,16 @@ def _measure_serving(arguments: argparse.Namespace, report: Report) -> None:
         write_model(shape, Path(directory))
         _tell("starting a cluster")
         with (
-            serving(directory, "--kv-cache-memory", "512MiB", settings=_PATIENCE) as url,
+            serving(directory, "--kv-cache-memory", "512MiB", settings=_SETTINGS) as url,
             httpx.Client(base_url=url, timeout=_REQUEST_TIMEOUT_S) as http,
         ):
-            _ask(http, [rng.randrange(2, shape.vocab) for _ in range(64)])  # warms up
+            ask(http, [rng.randrange(2, shape.vocab) for _ in range(64)])  # warms up
             for label, length in PROMPT_TOKENS.items():
                 timings = []
                 for number in range(1 if label == "8k" else arguments.prompts):
                     _tell(f"prompt {number + 1} of {label} tokens")
                     timings.append(
-                        _ask(http, [rng.randrange(2, shape.vocab) for _ in range(length)])
+                        ask(http, [rng.randrange(2, shape.vocab) for _ in range(length)])
                     )
                 _record_serving(label, timings, report)
 
@@ -156,8 +156,13 @@ def _tell(what: str) -> None:
     print(f"handoff: {what}", file=sys.stderr, flush=True)
 
 
-def _ask(http: httpx.Client, prompt: list[int]) -> dict[str, float]:
-    """The router's account of one request."""
+def ask(http: httpx.Client, prompt: list[int]) -> dict[str, float]:
+    """The router's account of one request.
+
+    Raises:
+        httpx.HTTPError: It was not answered.
+        RuntimeError: One worker did all of it: what is told of its hand-off is none.
+    """
     body = {
         "model": "bench",
         "prompt": prompt,
@@ -168,6 +173,8 @@ def _ask(http: httpx.Client, prompt: list[int]) -> dict[str, float]:
     reply = http.post("/v1/completions", json=body, headers={"X-Baton-Timing": "1"})
     reply.raise_for_status()
     timing: dict[str, float] = reply.json()["baton"]
+    if timing["prefill_worker"] == timing["decode_worker"]:
+        raise RuntimeError(f"a prompt of {len(prompt)} tokens without a hand-off: {timing}")
     return timing
 
 

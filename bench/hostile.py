@@ -11,8 +11,8 @@ wait, never taken off it: `ATTACK_loop_cpu_ms`, in which the thread of the event
 the rest of it the loop waited for Python's lock, or for nothing. `ATTACK_completion_ms`, the like of the stall for
 whole completions, which may also wait for a free worker and count in no stall; `ATTACK_memory_mb`, the router's largest
 resident memory while it ran, less what it holds when idle after its start; `ATTACK_children_mb`, the largest of its
-child processes together (chat templates, long texts); and `ATTACK_status`, the HTTP status of the last reply (0: closed
-without one). `worst_stall_ms` and its like are the largest of all attacks. `trailer_names_request`: 1 if a request id
+child processes together (chat templates, long texts); `ATTACK_status`, the HTTP status of the last reply (0: closed
+without one); and `ATTACK_canary_failed`, how many of the canary's requests were not answered with 200. `worst_stall_ms` and its like are the largest of all attacks. `trailer_names_request`: 1 if a request id
 in a trailer came back as that of the request.
 """
 
@@ -75,17 +75,16 @@ def main() -> None:
     )
     attacks = [a for a in ATTACKS if not arguments.only or a.name in arguments.only]
     on_a_words = [a for a in A_WORD_ATTACKS if not arguments.only or a.name in arguments.only]
-    for chosen, vocabulary in ((attacks, _demo_model), (on_a_words, _model_of_a_words)):
-        if chosen:
-            with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
-                model = vocabulary(Path(name))
-                with _cluster(Path(name), model) as url:
-                    _measure(url, chosen, report)
-    for figure in ("stall_ms", "loop_cpu_ms", "run_delay_ms", "memory_mb", "children_mb"):
-        measured = [v for name, v in report.figures.items() if name.endswith("_" + figure)]
-        _note(report, f"worst_{figure}", max(measured))
-    if arguments.json:
-        report.write(arguments.json)
+    with report.written_to(arguments.json):
+        for chosen, vocabulary in ((attacks, _demo_model), (on_a_words, _model_of_a_words)):
+            if chosen:
+                with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
+                    model = vocabulary(Path(name))
+                    with _cluster(Path(name), model) as url:
+                        _measure(url, chosen, report)
+        for figure in ("stall_ms", "loop_cpu_ms", "run_delay_ms", "memory_mb", "children_mb"):
+            measured = [v for name, v in report.figures.items() if name.endswith("_" + figure)]
+            _note(report, f"worst_{figure}", max(measured))
 
 
 def _arguments() -> argparse.Namespace:
@@ -125,8 +124,7 @@ def _measure(url: str, attacks: Sequence[Attack], report: Report) -> None:
         _note(report, f"{attack.name}_status", _status(reply))
         if attack.name == "trailers":
             _note(report, "trailer_names_request", float(b"from-a-trailer" in reply))
-        if seen.failed:
-            print(f"{attack.name}: {seen.failed} of the canary's requests failed", flush=True)
+        _note(report, f"{attack.name}_canary_failed", seen.failed)
 
 
 def _stall(seen: Seen, calm: Seen) -> tuple[float, Wait]:

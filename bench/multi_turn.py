@@ -120,8 +120,8 @@ def _tokens(line: str) -> Iterator[list[int]]:
             yield choice["token_ids"]
 
 
-async def talk(urls: dict[str, str], arguments: argparse.Namespace) -> dict[str, list[Chat]]:
-    """All turns of all users with every cluster, by its side."""
+async def talk(urls: dict[str, str], arguments: argparse.Namespace, report: Report) -> None:
+    """All turns of all users with every cluster, by its side; the report's figures are those of the turns so far."""
     draw = random.Random(arguments.seed)
     vocab = SHAPES[arguments.shape].vocab
 
@@ -140,9 +140,9 @@ async def talk(urls: dict[str, str], arguments: argparse.Namespace) -> dict[str,
                 chat = chats[side][user]
                 await take_turn(clients[side], chat, question, arguments.answer_tokens)
         _show(turn, chats)
+        record(chats, report)
     for client in clients.values():
         await client.aclose()
-    return chats
 
 
 def _show(turn: int, chats: dict[str, list[Chat]]) -> None:
@@ -154,7 +154,7 @@ def _show(turn: int, chats: dict[str, list[Chat]]) -> None:
 
 
 def record(chats: dict[str, list[Chat]], report: Report) -> None:
-    """Fills the report's figures."""
+    """Fills the report's figures with those of the turns that all have taken."""
     medians_s = {side: _medians_s(of_side) for side, of_side in chats.items()}
     for number, by_side in enumerate(zip(*medians_s.values(), strict=True), start=1):
         ttft_s = dict(zip(medians_s, by_side, strict=True))
@@ -165,12 +165,14 @@ def record(chats: dict[str, list[Chat]], report: Report) -> None:
         side: [turn for chat in of_side for turn in chat.turns[_FIRST_LATE_TURN - 1 :]]
         for side, of_side in chats.items()
     }
+    same = [a.history == b.history for a, b in zip(*chats.values(), strict=True)]
+    report.figures["chats_with_equal_answers"] = sum(same)
+    if not all(late.values()):
+        return
     late_s = {side: statistics.median(t.ttft_s for t in turns) for side, turns in late.items()}
     report.figures["ttft_ratio_from_turn_3"] = late_s["alone"] / late_s["pool"]
     for side, turns in late.items():
         _record_parts(side, turns, report)
-    same = [a.history == b.history for a, b in zip(*chats.values(), strict=True)]
-    report.figures["chats_with_equal_answers"] = sum(same)
 
 
 def _medians_s(chats: Sequence[Chat]) -> list[float]:
@@ -192,7 +194,11 @@ def main() -> None:
     arguments = _arguments()
     settings = {name: value for name, value in vars(arguments).items() if name != "json"}
     report = Report(benchmark="multi_turn", settings=settings)
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as directory, ExitStack() as running:
+    with (
+        report.written_to(arguments.json),
+        tempfile.TemporaryDirectory(prefix="baton-bench-") as directory,
+        ExitStack() as running,
+    ):
         write_model(SHAPES[arguments.shape], Path(directory))
         flags = (
             *_TOPOLOGY,
@@ -205,13 +211,10 @@ def main() -> None:
             )
             for side, enabled in _SIDES.items()
         }
-        chats = asyncio.run(talk(urls, arguments))
-    record(chats, report)
+        asyncio.run(talk(urls, arguments, report))
     for name, value in sorted(report.figures.items()):
         print(f"{name:28} {value:10.1f}")
     print(f"median TTFT from the third turn on: {report.figures['ttft_ratio_from_turn_3']:.2f} x")
-    if arguments.json:
-        report.write(arguments.json)
 
 
 def _arguments() -> argparse.Namespace:

@@ -144,15 +144,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {name: value for name, value in vars(arguments).items() if name != "json"}
     report = Report(benchmark="pool_peers", settings=settings)
     text_bytes = arguments.text_mib << 20
-    report.figures["memcpy_gb_s"] = plain = memcpy_gb_s(text_bytes, 4 * arguments.rounds)
-    for label, backend in itertools.product(LABELS, backends):
-        figures = asyncio.run(measure(backend, label, text_bytes, arguments.rounds))
-        figures[f"{backend}_over_memcpy_{label}"] = figures[f"{backend}_{label}_gb_s"] / plain
-        report.figures |= figures
-        told = "   ".join(f"{name} {value:.2f}" for name, value in figures.items())
-        print(told, flush=True)
-    if arguments.json:
-        report.write(arguments.json)
+    with report.written_to(arguments.json):
+        report.figures["memcpy_gb_s"] = plain = memcpy_gb_s(text_bytes, 4 * arguments.rounds)
+        for label, backend in itertools.product(LABELS, backends):
+            figures = asyncio.run(measure(backend, label, text_bytes, arguments.rounds))
+            figures[f"{backend}_over_memcpy_{label}"] = figures[f"{backend}_{label}_gb_s"] / plain
+            report.figures |= figures
+            told = "   ".join(f"{name} {value:.2f}" for name, value in figures.items())
+            print(told, flush=True)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -199,9 +199,8 @@ def _prompt(context: int, number: int) -> Prompt:
     )
 
 
-async def measure(directory: Path, contexts: Sequence[int]) -> dict[str, float]:
-    """Figures for every context, told as they come."""
-    figures: dict[str, float] = {}
+async def measure(directory: Path, contexts: Sequence[int], figures: dict[str, float]) -> None:
+    """Fills `figures` for every context, and tells them as they come."""
     for context in contexts:
         alone = await preempt(directory, context, with_pool=False)
         pooled = await preempt(directory, context, with_pool=True)
@@ -218,7 +217,6 @@ async def measure(directory: Path, contexts: Sequence[int]) -> dict[str, float]:
             f"{common} tokens {'equal' if same else 'DIFFER'}",
             flush=True,
         )
-    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -228,13 +226,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen370m")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024])
     arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as directory:
-        write_model(SHAPES[arguments.shape], Path(directory))
-        figures = asyncio.run(measure(Path(directory), arguments.contexts))
     settings = {"shape": arguments.shape, "contexts": arguments.contexts}
-    report = Report(benchmark="preemption", settings=settings, figures=figures)
-    if arguments.json:
-        report.write(arguments.json)
+    report = Report(benchmark="preemption", settings=settings)
+    with (
+        report.written_to(arguments.json),
+        tempfile.TemporaryDirectory(prefix="baton-bench-") as directory,
+    ):
+        write_model(SHAPES[arguments.shape], Path(directory))
+        asyncio.run(measure(Path(directory), arguments.contexts, report.figures))
 
 
 if __name__ == "__main__":

@@ -7,14 +7,15 @@ from what real workers report too.
 
 The cluster is mixed, as clusters become: of the prefill workers a third takes twice as long, of the decode workers one
 in three half as long again, and links cross between two racks at a tenth of the speed within one. The speeds are about
-those of a 70B model on nodes of eight GPUs. `--uniform` makes all alike. Admission's line is left out:
-it would hide what routing does.
+those of a 70B model on nodes of eight GPUs, unless `--prefill-tokens-per-s` and `--step-s` say what a worker
+takes that is not slow, as `baton run simulated` understands them. `--uniform` makes all alike.
+Admission's line is left out: it would hide what routing does.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -24,7 +25,8 @@ from bench.harness.percentile import percentile
 from bench.harness.report import Report, Setting
 from bench.harness.trace import TracedRequest, read_trace
 from bench.simulated.cluster import Outcome, Replay
-from bench.simulated.hardware import Hardware
+from bench.simulated.hardware import SPEED, Hardware, Speed
+from router.routing.policies import policy_named
 
 TBT_TARGET_S = 0.05
 
@@ -60,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     arguments = _arguments(argv)
     try:
+        for policy in arguments.policies:
+            policy_named(policy)  # now, and not after the hours that those before it take
         requests = read_trace(arguments.trace, arguments.requests)
     except (BatonError, OSError) as error:
         sys.exit(str(error))
@@ -96,7 +100,18 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
         prefill_workers=arguments.prefill_workers,
         decode_workers=arguments.decode_workers,
         uniform=arguments.uniform,
+        speed=_speed(arguments),
     )
+
+
+def _speed(arguments: argparse.Namespace) -> Speed:
+    speed = SPEED
+    if arguments.prefill_tokens_per_s:
+        token_s = 1.0 / arguments.prefill_tokens_per_s
+        speed = replace(speed, prompt_s=0.0, token_s=token_s, attention_s=0.0)
+    if arguments.step_s:
+        speed = replace(speed, step_s=arguments.step_s, sequence_s=0.0, context_s=0.0)
+    return speed
 
 
 def _settings(
@@ -105,10 +120,13 @@ def _settings(
     return {
         "requests": len(requests),
         "trace_span_s": requests[-1].at_s - requests[0].at_s,
+        "policies": arguments.policies,
         "speedups": [str(speedup) for speedup in arguments.speedups],
         "prefill_workers": arguments.prefill_workers,
         "decode_workers": arguments.decode_workers,
         "uniform": arguments.uniform,
+        "prefill_tokens_per_s": arguments.prefill_tokens_per_s,
+        "step_s": arguments.step_s,
         "tbt_target_s": TBT_TARGET_S,
         "seed": arguments.seed,
     }
@@ -119,13 +137,23 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, required=True, help="a file in Mooncake's format")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        default=list(POLICIES),
+        metavar="POLICY",
+        help=f"{'|'.join(POLICIES)}|package.module:Class",
+    )
     parser.add_argument(
         "--speedups", type=float, nargs=2, default=[1.6, 2.0], help="a busy load and a heavy one"
     )
     parser.add_argument("--prefill-workers", type=int, default=6)
     parser.add_argument("--decode-workers", type=int, default=3)
     parser.add_argument("--uniform", action="store_true", help="all workers and links alike")
+    parser.add_argument(
+        "--prefill-tokens-per-s", type=float, help="prompt tokens that a worker computes per second"
+    )
+    parser.add_argument("--step-s", type=float, help="seconds of a decode step")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 

@@ -51,16 +51,15 @@ def main() -> None:
         benchmark="router_stream",
         settings={name: value for name, value in vars(arguments).items() if name != "json"},
     )
-    for prefix, step_ms in (("", arguments.step_ms), ("calm_", arguments.calm_step_ms)):
-        if not step_ms:
-            continue
-        figures = _in_turn(_sides(step_ms, arguments), arguments.pairs)
-        report.figures[f"{prefix}offered_tokens_per_s"] = arguments.streams / step_ms * 1e3
-        for figure, value in figures.items():
-            report.figures[prefix + figure] = value
-            print(f"{prefix + figure:40}{value:12.3f}", flush=True)
-    if arguments.json:
-        report.write(arguments.json)
+    with report.written_to(arguments.json):
+        for prefix, step_ms in (("", arguments.step_ms), ("calm_", arguments.calm_step_ms)):
+            if not step_ms:
+                continue
+            report.figures[f"{prefix}offered_tokens_per_s"] = arguments.streams / step_ms * 1e3
+            for figures in _in_turn(_sides(step_ms, arguments), arguments.pairs):
+                report.figures |= {prefix + name: value for name, value in figures.items()}
+            for name, value in figures.items():
+                print(f"{prefix + name:40}{value:12.3f}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -100,26 +99,29 @@ def _sides(
     return {"": partial(_measure, step_ms, Way.UNIX, arguments)}
 
 
-def _in_turn(sides: dict[str, Callable[[], dict[str, float]]], pairs: int) -> dict[str, float]:
+def _in_turn(
+    sides: dict[str, Callable[[], dict[str, float]]], pairs: int
+) -> Iterator[dict[str, float]]:
     """Of two sides the medians of `pairs` runs each, each of them first in every other pair,
-    and the pairs' ratio of the first to the second.
+    and the pairs' ratio of the first to the second; anew after each pair.
     """
     if len(sides) == 1:
         (measure,) = sides.values()
-        return measure()
+        yield measure()
+        return
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     first, second = sides
     for number in range(pairs):
         for side in (first, second) if number % 2 else (second, first):
             runs[side].append(sides[side]())
-    figures = {
-        f"{side}_{figure}": median(run[figure] for run in runs[side])
-        for side in runs
-        for figure in runs[side][0]
-    }
-    both = zip(runs[first], runs[second], strict=True)
-    figures[f"{first}_over_{second}_router_cpu"] = median(a[_CPU] / b[_CPU] for a, b in both)
-    return figures
+        figures = {
+            f"{side}_{figure}": median(run[figure] for run in runs[side])
+            for side in runs
+            for figure in runs[side][0]
+        }
+        both = zip(runs[first], runs[second], strict=True)
+        figures[f"{first}_over_{second}_router_cpu"] = median(a[_CPU] / b[_CPU] for a, b in both)
+        yield figures
 
 
 def _measure(

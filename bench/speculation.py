@@ -326,9 +326,9 @@ def measure(
     rounds: int,
     only: Sequence[str],
     batches: Sequence[int],
-    tell: Callable[[str], None],
-) -> dict[str, float]:
-    """All figures of `only` these ways to guess."""
+    figures: dict[str, float],
+) -> None:
+    """Fills `figures` with all of `only` these ways to guess, and tells them as they come."""
     model = directory / "model"
     ways = {
         "ngram": lambda: NGRAMS,
@@ -337,17 +337,15 @@ def measure(
         "wrong_drafter": lambda: make_drafter(model, directory / "wrong", is_wrong=True),
         "equal_drafter": lambda: _by_model(model),
     }
-    figures: dict[str, float] = {}
     for way in _BY_LOOKING_UP:
         if way in only:
             found = measure_lookups(way)
             figures |= found
-            tell(f"{way}: {found}")
+            print(f"{way}: {found}", flush=True)
     with EngineProcess(model, {}) as plain:
         for way in only:
             with EngineProcess(model, ways[way]()) as guessing:
-                figures |= _of_one_way(way, guessing, plain, rounds, batches, tell)
-    return figures
+                _of_one_way(way, guessing, plain, rounds, batches, figures)
 
 
 def _of_one_way(
@@ -356,9 +354,8 @@ def _of_one_way(
     plain: EngineProcess,
     rounds: int,
     batches: Sequence[int],
-    tell: Callable[[str], None],
-) -> dict[str, float]:
-    figures: dict[str, float] = {}
+    figures: dict[str, float],
+) -> None:
     for name in _KINDS:
         if (way == "equal_drafter" and name == "random") or (
             way not in _BY_LOOKING_UP and name == "recurring"
@@ -367,8 +364,7 @@ def _of_one_way(
         for batch in batches:
             found = _contest(guessing, plain, rounds, batch, name)
             figures |= {f"{way}_{key}_{name}_b{batch}": value for key, value in found.items()}
-            tell(f"{way}, {name}, batch {batch}: {found}")
-    return figures
+            print(f"{way}, {name}, batch {batch}: {found}", flush=True)
 
 
 def _contest(
@@ -411,13 +407,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 8), help="texts at once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as directory:
-        model = Path(directory) / "model"
-        write_model(SHAPES[arguments.shape], model)
-        make_repeat(model)
-        figures = measure(
-            Path(directory), arguments.rounds, arguments.only, arguments.batches, print
-        )
     report = Report(
         benchmark="speculation",
         settings={
@@ -430,12 +419,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             "num_drafts_by_model": _NUM_DRAFTS,
         }
         | {name: str(value) for name, value in NGRAMS.items()},
-        figures=figures,
     )
-    for name, value in sorted(figures.items()):
+    with report.written_to(arguments.json), tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / "model"
+        write_model(SHAPES[arguments.shape], model)
+        make_repeat(model)
+        measure(
+            Path(directory), arguments.rounds, arguments.only, arguments.batches, report.figures
+        )
+    for name, value in sorted(report.figures.items()):
         print(f"{name:40} {value:.3f}")
-    if arguments.json is not None:
-        report.write(arguments.json)
 
 
 if __name__ == "__main__":

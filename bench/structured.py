@@ -275,8 +275,8 @@ def _in_brief_thread(call: Callable[[], _T]) -> _T:
         return thread.submit(call).result()
 
 
-def measure(directory: Path, rounds: int, tell: Callable[[str], None]) -> dict[str, float]:
-    """All figures."""
+def measure(directory: Path, rounds: int, figures: dict[str, float]) -> None:
+    """Fills `figures`, and tells them as they come."""
     from baton_engine.grammar import load_compiler
     from baton_engine.models.config import load_spec
 
@@ -299,7 +299,7 @@ def measure(directory: Path, rounds: int, tell: Callable[[str], None]) -> dict[s
         compile_s.append(time.perf_counter() - begun_s)
         mask_s += mask_seconds(constraint, np.random.default_rng(number), 40)
     compiler.close()
-    figures = {
+    figures |= {
         "check_ms_p50": 1e3 * median(check_s),
         "router_added_ms_p50": 1e3 * median(form_s),
         "compile_ms_p50": 1e3 * median(compile_s),
@@ -307,19 +307,18 @@ def measure(directory: Path, rounds: int, tell: Callable[[str], None]) -> dict[s
         "mask_us_p50": 1e6 * median(mask_s),
         "mask_us_p99": 1e6 * percentile(mask_s, 0.99),
     }
-    tell(f"compiled: {figures}")
+    print(f"compiled: {figures}", flush=True)
     built = _in_brief_thread(lambda: _build(directory))
     try:
         engine = Timed(built)
         figures |= _first_tokens(engine, grammars, figures["router_added_ms_p50"])
-        tell(f"first tokens: {figures}")
+        print(f"first tokens: {figures}", flush=True)
         figures |= _decodes(engine, rounds)
-        tell(f"decodes: {figures}")
+        print(f"decodes: {figures}", flush=True)
         figures |= _beside_hostile(engine, rounds)
     finally:
         built.host.close()
-    tell(f"beside hostile forms: {figures}")
-    return figures
+    print(f"beside hostile forms: {figures}", flush=True)
 
 
 def _first_tokens(engine: Timed, grammars: Sequence[str], router_ms: float) -> dict[str, float]:
@@ -388,15 +387,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama116m")
     parser.add_argument("--rounds", type=int, default=11)
     arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as directory:
+    settings = {"shape": arguments.shape, "rounds": arguments.rounds, "vocabulary": VOCABULARY}
+    report = Report(benchmark="structured", settings=settings)
+    with (
+        report.written_to(arguments.json),
+        tempfile.TemporaryDirectory(prefix="baton-bench-") as directory,
+    ):
         shape = replace(SHAPES[arguments.shape], vocab=VOCABULARY)
         _in_brief_thread(lambda: write_model(shape, Path(directory)))
         write_tokenizer(Path(directory), VOCABULARY)
-        figures = measure(Path(directory), arguments.rounds, lambda told: print(told, flush=True))
-    settings = {"shape": arguments.shape, "rounds": arguments.rounds, "vocabulary": VOCABULARY}
-    report = Report(benchmark="structured", settings=settings, figures=figures)
-    if arguments.json:
-        report.write(arguments.json)
+        measure(Path(directory), arguments.rounds, report.figures)
 
 
 if __name__ == "__main__":

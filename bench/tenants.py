@@ -10,7 +10,7 @@ half of it as its share.
   is made of, on the mean: `slow_in_line_s`, `slow_at_worker_s`, and in neither (HTTP, the router, the client)
   `slow_elsewhere_s`.
 - `goodput_ratio_5x`: tokens per second of requests whose first token came in the time promised, at five times the
-  capacity against those at the capacity itself.
+  capacity against those at the capacity itself. Where nothing was answered (`answered_5x`) there is no `p99_ttft_5x_s`.
 - `replica_sum_over_limit`: requests let in over two routers that share a Redis, over what the tenant's limit allows.
 - `replica_share`: what a tenant that sends to one router only gets of its share, while another floods both.
 """
@@ -18,6 +18,7 @@ half of it as its share.
 import argparse
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -40,20 +41,20 @@ PROMISED_TTFT_S = 2.0
 
 def main() -> None:
     """Entry point."""
-    arguments = _arguments()
+    arguments = arguments_of()
     report = Report(
         benchmark="tenants",
         settings={name: value for name, value in vars(arguments).items() if name != "json"},
     )
     bench = Bench(arguments, report)
-    for part in arguments.parts:
-        with bench.cluster(routers=_ROUTERS[part]) as urls:
-            bench.measure(part, urls)
-    if arguments.json:
-        report.write(arguments.json)
+    with report.written_to(arguments.json):
+        for part in arguments.parts:
+            with bench.cluster(routers=_ROUTERS[part]) as urls:
+                bench.measure(part, urls)
 
 
-def _arguments() -> argparse.Namespace:
+def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument(
@@ -71,7 +72,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--overload-s", type=float, default=30.0, help="of each level of load")
     parser.add_argument("--limit-per-minute", type=int, default=240)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 class Bench:
@@ -97,13 +98,13 @@ class Bench:
         """One tenant alone, then beside a flood."""
         share = self._capacity_per_s / 2
         requests = self._arguments.requests
-        self._drive([self._orders(urls, "quiet", share / 2, 20, seed=99)])
+        self.drive([self._orders(urls, "quiet", share / 2, 20, seed=99)])
         alone, beside, flooding = Seen(), Seen(), Seen()
         for seed in range(_TURNS):  # by turns, so that both see the same machine
             quiet = self._orders(urls, "quiet", share / 2, requests // _TURNS, seed=seed)
             flood = self._orders(urls, "flood", 10 * share, 20 * quiet.requests, seed=seed + 50)
-            alone.add(*self._drive([quiet]))
-            one, other = self._drive([quiet, flood])
+            alone.add(*self.drive([quiet]))
+            one, other = self.drive([quiet, flood])
             beside.add(one)
             flooding.add(other)
         self._note("p50_ttft_alone_s", percentile(alone.ttfts_s, 0.5))
@@ -126,29 +127,32 @@ class Bench:
             orders = self._orders(
                 urls, "flood", rate, round(rate * self._arguments.overload_s), seed=times
             )
-            (seen,) = self._drive([orders])
+            (seen,) = self.drive([orders])
             in_time = sum(ttft_s <= PROMISED_TTFT_S for ttft_s in seen.ttfts_s)
             tokens = self._arguments.output_tokens + self._arguments.prompt_tokens
-            goodput[times] = in_time * tokens / max(seen.ends_s)
+            goodput[times] = in_time * tokens / max(seen.ends_s, default=math.inf)
             self._note(f"goodput_tokens_per_s_{times}x", goodput[times])
-            self._note(f"p99_ttft_{times}x_s", percentile(seen.ttfts_s, 0.99))
+            self._note(f"answered_{times}x", len(seen.ttfts_s))
             self._note(f"failed_{times}x", seen.failed)
-        self._note("goodput_ratio_5x", goodput[5] / goodput[1])
+            if seen.ttfts_s:
+                self._note(f"p99_ttft_{times}x_s", percentile(seen.ttfts_s, 0.99))
+        if goodput[1]:
+            self._note("goodput_ratio_5x", goodput[5] / goodput[1])
 
     def limits(self, urls: Sequence[str]) -> None:
         """A tenant sends three times its limit to two routers in turns."""
         per_s = self._arguments.limit_per_minute / 60
         rate = 3 * per_s
         orders = self._orders(urls, "limited", rate, round(rate * self._arguments.overload_s))
-        (seen,) = self._drive([orders])
-        allowed = _BURST + per_s * seen.ends_s[-1]
+        (seen,) = self.drive([orders])
+        allowed = _BURST + per_s * max(seen.ends_s, default=0.0)
         self._note("replica_sum_over_limit", len(seen.ttfts_s) / allowed)
 
     def shares(self, urls: Sequence[str]) -> None:
         """Both tenants send more than there is; one of them to one router only."""
         rate = 2 * self._capacity_per_s
         requests = round(rate * self._arguments.overload_s)
-        quiet, flood = self._drive(
+        quiet, flood = self.drive(
             [
                 self._orders(urls[:1], "quiet", rate, requests),
                 self._orders(urls, "flood", rate, requests, seed=7),
@@ -157,7 +161,9 @@ class Bench:
         # After the last arrival what still waits is served without new competition.
         until_s = self._arguments.overload_s
         served = [sum(end_s <= until_s for end_s in seen.ends_s) for seen in (quiet, flood)]
-        self._note("replica_share", 2 * served[0] / sum(served))
+        self._note("replica_served", sum(served))
+        if any(served):
+            self._note("replica_share", 2 * served[0] / sum(served))
 
     @contextmanager
     def cluster(self, *, routers: int) -> Iterator[list[str]]:
@@ -245,7 +251,7 @@ class Bench:
             seed=self._arguments.seed + seed,
         )
 
-    def _drive(self, loads: Sequence[Orders]) -> list[Seen]:
+    def drive(self, loads: Sequence[Orders]) -> list[Seen]:
         """Runs each load in a process of its own, all at once."""
         command = [sys.executable, "-m", "bench.router.open_load"]
         processes = [

@@ -2,10 +2,10 @@
 
     python -m bench.vllm_engine --vllm-python .venv-vllm/bin/python [--json FILE]
 
-All run the same vLLM with the same settings, weights and prompts, and take turns on the same cores: a hybrid worker and
-`vllm serve`; a prefill and a decode worker and vLLM's own two servers with its NIXL connector, which need NIXL in that
-environment. The pairs are also measured while prompts of 2,000 tokens keep arriving: that level is `prompts`, and
-`arriving` are these prompts. Figures:
+All run the same vLLM with the same weights, prompts, longest text and memory for KV, without a prefix cache, and take
+turns on the same cores: a hybrid worker and `vllm serve`; a prefill and a decode worker, which hand every request off,
+and vLLM's own two servers with its NIXL connector, which need NIXL in that environment. The pairs are also measured
+while prompts of 2,000 tokens keep arriving: that level is `prompts`, and `arriving` are these prompts. Figures:
 
 hybrid_over_vllm_serve_tok_s_cN    output tokens per second, a hybrid worker over vLLM's own server, N clients
 ttft_over_vllm_serve_cN            time to first token, the hybrid worker's over vLLM's own
@@ -32,12 +32,12 @@ import httpx
 
 from bench.harness.load import Outcome
 from bench.harness.report import Report
-from bench.harness.server import serving
+from bench.harness.server import WITH_HAND_OFF, serving
 from bench.harness.shapes import SHAPES, write_model
 from bench.harness.stopping import stoppable
 from bench.peers.contenders import Contender
 from bench.peers.contest import Contest, Sizes
-from bench.peers.servers import vllm, vllm_nixl_pair
+from bench.peers.servers import KV_GIB, MAX_MODEL_LEN, vllm, vllm_nixl_pair
 
 _HYBRID = ("--hybrid-workers", "1")
 _PAIR = ("--prefill-workers", "1", "--decode-workers", "1")
@@ -111,15 +111,20 @@ def _contenders(
     """Those that are asked for; our pair adds to `shares` what its hand-offs were of the time to the first token."""
     cluster = model / "cluster.yaml"
     eager = str(arguments.eager).lower()
-    cluster.write_text(f"engine:\n  vllm:\n    enforce_eager: {eager}\n")
+    cluster.write_text(
+        f"engine:\n  enable_prefix_caching: false\n  vllm:\n    enforce_eager: {eager}\n"
+    )
     python, theirs = arguments.vllm_python, ("--enforce-eager",) if arguments.eager else ()
-    flags = ("-f", str(cluster), "--engine", "vllm", "--dtype", arguments.dtype)
+    flags = (
+        *("-f", str(cluster), "--engine", "vllm", "--dtype", arguments.dtype),
+        *("--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory", f"{KV_GIB}GiB"),
+    )
     ours = partial(serving, str(model), *flags, python=python)
     vocab, length = SHAPES[arguments.shape].vocab, arguments.prompt_tokens
     starts = {
         "hybrid": partial(ours, *_HYBRID),
         "vllm_serve": partial(vllm, python, str(model), arguments.dtype, *theirs),
-        "pd": partial(_pair, partial(ours, *_PAIR), vocab, length, shares),
+        "pd": partial(_pair, partial(ours, *_PAIR, settings=WITH_HAND_OFF), vocab, length, shares),
         "vllm_nixl_pd": partial(vllm_nixl_pair, python, str(model), arguments.dtype, *theirs),
     }
     return {

@@ -1,6 +1,7 @@
 """What the documents promise exists: make targets, commands and their flags, files, tests named as proof."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -53,6 +54,26 @@ def test_flags_that_a_document_shows_are_flags_of_that_command(
         shown = capsys.readouterr()
         assert ended.value.code == 0, f"{command}: {shown.err}"
         assert [flag for flag in flags if flag not in shown.out] == [], command
+
+
+@pytest.mark.parametrize(
+    "document",
+    [path for path in DOCUMENTS if path.name != "perf-log.md"],  # whose commands are of their day
+    ids=lambda path: path.name,
+)
+def test_flags_of_benchmarks_that_a_document_shows_exist(
+    document: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = document.read_text()
+    shown = re.findall(r"`python -m\s+(bench\.\w+)([^`]*)`", text)
+    shown += re.findall(r"^ +python -m (bench\.\w+)([^#\n]*)", text, re.MULTILINE)
+    for module, words in shown:
+        monkeypatch.setattr("sys.argv", [module, "--help"])
+        with pytest.raises(SystemExit):
+            importlib.import_module(module).main()
+        told = capsys.readouterr().out
+        flags = re.findall(r"(?<!\S)--[a-z0-9-]+", words)
+        assert [flag for flag in flags if flag not in told] == [], f"{module}{words}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

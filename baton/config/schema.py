@@ -396,7 +396,8 @@ class PoolConfig:
     """The pooled KV store: one node per host, which that host's workers share.
 
     Attributes:
-        enabled: Whether there is one. Off unless asked for: what it lacks stands in CHANGELOG.md, "Not yet".
+        enabled: Whether there is one. Off unless asked for: it takes a process and memory of the host, and pays where
+            workers' own prefix caches overflow.
         memory_bytes: Of this host's slab; None for a quarter of the memory that is free at start, 4 GiB at most.
         nodes: Nodes to start here. More than one is for tests and demonstrations: each stands for a host,
             with workers of its own.

@@ -12,7 +12,7 @@ from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 from rich.table import Table
 
-from baton.errors import InvalidRequestError, UnavailableError
+from baton.errors import ConfigError, InvalidRequestError, UnavailableError
 from baton.rpc.v1.common_pb2 import StoryReply
 from baton.rpc.v1.control_pb2 import ExplainReply, ExplainRequest, StoryRequest
 from baton_cluster.cli import router_control
@@ -68,10 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Explains one request, or the planner.
 
     Raises:
-        InvalidRequestError: Neither was asked for, or both.
+        ConfigError: Neither was asked for, or both.
     """
     if arguments.planner == (arguments.request_id is not None):
-        raise InvalidRequestError("explain needs either a REQUEST_ID or --planner")
+        raise ConfigError("explain needs either a REQUEST_ID or --planner")
     if arguments.story or arguments.planner:
         cluster, name = router_control.cluster_dir(arguments), arguments.request_id or PLANNER
         try:

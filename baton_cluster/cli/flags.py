@@ -1,6 +1,7 @@
 """The flags of `baton serve`: which setting each one gives. Their names are those that vLLM's users know."""
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.config.rules import (
@@ -28,7 +29,8 @@ class Flag:
         path: The setting that it gives.
         help: For `--help`.
         metavar: What stands for the value in `--help`.
-        is_list: Takes several values.
+        is_list: Takes several values, after one flag or one flag each.
+        is_any_text: Nothing that stands after it could be refused as a value.
         is_switch: Takes none: given, it stands for true.
     """
 
@@ -37,11 +39,23 @@ class Flag:
     help: str
     metavar: str
     is_list: bool = False
+    is_any_text: bool = False
     is_switch: bool = False
 
 
-def _flag(*names: str, path: str, help: str, metavar: str = "N", is_list: bool = False) -> Flag:
-    return Flag(names=names, path=path, help=help, metavar=metavar, is_list=is_list)
+def _flag(*names: str, path: str, help: str, metavar: str = "N") -> Flag:
+    return Flag(names=names, path=path, help=help, metavar=metavar)
+
+
+def _list(name: str, *, path: str, help: str, metavar: str, is_any_text: bool = False) -> Flag:
+    return Flag(
+        names=(name,),
+        path=path,
+        help=help,
+        metavar=metavar,
+        is_list=True,
+        is_any_text=is_any_text,
+    )
 
 
 def _switch(name: str, *, path: str, help: str) -> Flag:
@@ -64,12 +78,12 @@ FLAGS: tuple[Flag, ...] = (
     ),
     _flag("--host", path="router.host", help="interface of HTTP", metavar="ADDRESS"),
     _flag("--port", path="router.port", help="port of HTTP; 0 takes a free one", metavar="PORT"),
-    _flag(
+    _list(
         "--api-key",
         path="router.api_keys",
         help="keys that clients must send one of; better given as BATON_ROUTER_API_KEYS",
         metavar="KEY",
-        is_list=True,
+        is_any_text=True,
     ),
     _flag(
         "--chat-template",
@@ -102,19 +116,18 @@ FLAGS: tuple[Flag, ...] = (
         metavar="PATH",
     ),
     _flag("--policy", path="router.policy", help="|".join(POLICIES), metavar="NAME"),
-    _flag(
+    _list(
         "--served-model-name",
         path="model.served_model_name",
         help="names by which clients may ask for the model",
         metavar="NAME",
-        is_list=True,
+        is_any_text=True,
     ),
-    _flag(
+    _list(
         "--lora-modules",
         path="model.lora_modules",
         help="LoRA adapters that are served by their names, with --engine vllm",
         metavar="NAME=PATH",
-        is_list=True,
     ),
     _flag("--revision", path="model.revision", help="revision on the hub", metavar="REVISION"),
     _flag("--dtype", path="model.dtype", help="|".join(DTYPES), metavar="NAME"),
@@ -168,7 +181,8 @@ FLAGS: tuple[Flag, ...] = (
         "--speculative-config",
         path="engine.speculative_config",
         help='guess tokens that one step confirms: {"method": "ngram", "num_speculative_tokens": 5}'
-        ' or {"method": "suffix"} or {"method": "draft_model", "model": PATH, "num_speculative_tokens": 3}',
+        ' or {"method": "suffix"} or {"method": "draft_model", "model": PATH, "num_speculative_tokens": 3}'
+        ' or, with a head, "eagle3"',
         metavar="JSON",
     ),
     _flag(
@@ -177,12 +191,11 @@ FLAGS: tuple[Flag, ...] = (
         help="seconds between tokens that are kept while prompts are computed beside them",
         metavar="SECONDS",
     ),
-    _flag(
+    _list(
         "--transfer-backends",
         path="transfer.backends",
         help="ways to hand KV off, preferred first: cuda_ipc|shm|nixl|ucx",
         metavar="NAME",
-        is_list=True,
     ),
     _flag(
         "--pool",
@@ -242,6 +255,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             dest=flag.path,
             help=text,
             metavar=flag.metavar,
+            action="append" if flag.is_list else "store",
             nargs="+" if flag.is_list else None,
         )
 
@@ -251,5 +265,22 @@ def given_settings(arguments: argparse.Namespace) -> list[Setting]:
     return [
         Setting(path=flag.path, value=value, source=flag.names[0], is_text=True)
         for flag in FLAGS
-        if (value := getattr(arguments, flag.path)) is not None
+        if (value := _value(flag, arguments)) is not None
     ]
+
+
+def _value(flag: Flag, arguments: argparse.Namespace) -> object:
+    given = getattr(arguments, flag.path)
+    if flag.is_list and given is not None:
+        return [value for values in given for value in values]
+    return given
+
+
+def may_hold_more(arguments: argparse.Namespace) -> Iterator[str]:
+    """Flags of which one was given several values that may be any text: the last of them may have been meant as an
+    argument of its own.
+    """
+    for flag in FLAGS:
+        given = getattr(arguments, flag.path)
+        if flag.is_any_text and any(len(values) > 1 for values in given or ()):
+            yield flag.names[0]

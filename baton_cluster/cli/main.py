@@ -7,8 +7,8 @@ could not be done.
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
 from baton.config import env
 from baton.errors import BatonError, ConfigError, UnavailableError
@@ -72,7 +72,16 @@ COMMANDS: Mapping[str, tuple[Subcommand, str]] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Says what is wrong in one line, which names the help of the command that it is about."""
+
+    def parse_known_args(
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Of a subcommand too, whose unknown flags would else be left to the parser above it."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"baton: error: {message} (see {self.prog} --help)\n")

@@ -12,7 +12,7 @@ from baton.config.schema import BatonConfig
 from baton.config.setting import Setting
 from baton.errors import ConfigError
 from baton.telemetry import logs
-from baton_cluster.cli.flags import add_flags, given_settings
+from baton_cluster.cli.flags import add_flags, given_settings, may_hold_more
 from baton_cluster.cli.progress import StartDisplay
 from baton_cluster.launch.launcher import LocalCluster
 from baton_cluster.launch.plan import describe_workers
@@ -43,6 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
     flags = given_settings(arguments)
     if arguments.model is not None:
         flags.append(Setting(path="model.model", value=arguments.model, source="MODEL"))
+    elif (flag := next(may_hold_more(arguments), None)) is not None:
+        raise ConfigError(
+            f"without MODEL {flag} takes one value, since a second one may be meant as MODEL:"
+            f" give MODEL before {flag}, or {flag} once for each value",
+            param=flag,
+        )
     if arguments.ray_address is not None:
         if arguments.launcher != "ray":
             raise ConfigError("--ray-address needs --launcher ray", param="--ray-address")

@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +14,7 @@ import psutil
 
 from baton import native
 from baton.cpu_features import cpu_flags, cpu_name
+from bench.harness.stopping import stoppable
 
 _ROOT = Path(__file__).resolve().parents[2]
 _VERSIONS = ("torch", "triton", "transformers", "grpcio", "fastapi", "uvicorn", "numpy")
@@ -31,11 +32,13 @@ class Report:
         benchmark: Its name, as in `python -m bench.NAME`.
         settings: Every setting that shapes the figures.
         figures: Flat map of name to number; units stand in the names.
+        ended_by: What ended the run before it had all figures; empty if nothing did.
     """
 
     benchmark: str
     settings: dict[str, Setting]
     figures: dict[str, float] = field(default_factory=dict)
+    ended_by: str = ""
 
     def __post_init__(self) -> None:
         """Says on standard error which compiled code is not there: before hours are spent on figures without it."""
@@ -45,9 +48,26 @@ class Report:
             except native.NotBuiltError as error:
                 print(f"measured without compiled code: {error}", file=sys.stderr)
 
+    @contextmanager
+    def written_to(self, path: Path | None) -> Iterator[None]:
+        """Writes the JSON file behind what it is around, if there is to be one. Where an error, Ctrl-C or SIGTERM ends
+        that before, the file has the figures that there are by then, and says what it was; without any figure
+        there is none. For the main thread.
+        """
+        try:
+            with stoppable():
+                yield
+        except BaseException as error:
+            self.ended_by = f"{type(error).__name__}: {error}".partition("\n")[0]
+            if path is not None and self.figures:
+                self.write(path)
+            raise
+        if path is not None:
+            self.write(path)
+
     def write(self, path: Path) -> None:
         """Writes the JSON file, making its directory."""
-        document = {
+        document: dict[str, object] = {
             "benchmark": self.benchmark,
             "figures": {name: round(value, 4) for name, value in sorted(self.figures.items())},
             "settings": self.settings,
@@ -56,6 +76,8 @@ class Report:
             "kernels": _kernels(),
             "versions": {"python": sys.version.split()[0]} | dict(_versions()),
         }
+        if self.ended_by:
+            document["ended_by"] = self.ended_by
         write_document(document, path)
 
 

@@ -16,6 +16,9 @@ from bench.harness.stopping import stoppable
 _READY = re.compile(r"ready on (http://\S+)\s")
 _LOOK_S = 0.05
 
+WITH_HAND_OFF = {"BATON_ROUTER_LOCAL_PREFILL_TOKENS": "0"}
+"""Settings by which no decode worker computes a prompt, however short: each request of a pair has a hand-off."""
+
 
 @contextmanager
 def serving(

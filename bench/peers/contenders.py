@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.harness.server import serving
+from bench.harness.server import WITH_HAND_OFF, serving
 from bench.peers.gguf_model import write_gguf
 from bench.peers.servers import llamacpp, transformers, vllm
 
@@ -78,7 +78,9 @@ def contenders(model: Path, terms: Terms) -> dict[str, Contender]:
             start=partial(ours, *_HYBRID), clients=terms.clients, under_prompts=True
         ),
         "hybrid_paced": Contender(start=partial(paced, *_HYBRID), clients=(), under_prompts=True),
-        "pd": Contender(start=partial(ours, *_PAIR), clients=one, under_prompts=True),
+        "pd": Contender(
+            start=partial(ours, *_PAIR, settings=WITH_HAND_OFF), clients=one, under_prompts=True
+        ),
         "int8": Contender(start=partial(ours, "--quantization", "int8", *_HYBRID), clients=one),
     }
     for suffix, dtype in (("", "bfloat16"), ("_float32", "float32")):

@@ -116,6 +116,8 @@ class Contest:
             # Every server gets the same prompts; a turn's are new, so that no prefix cache helps.
             self._note(name, f"c{clients}", [_run(url, load, seed=1000 * turn + clients)])
         if contender.under_prompts and sizes.prompt_tokens:
+            seed = _WARM_UP + 1000 * turn + 500
+            _run(url, sizes.begun(sizes.prompt_clients), seed=seed)
             load = sizes.load(sizes.prompt_clients, 2 * sizes.requests)
             begun = run_under(url, "bench", load, sizes.prompt(), seed=1000 * turn + 500)
             outcome, arriving = asyncio.run(begun)

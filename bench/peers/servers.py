@@ -21,6 +21,13 @@ import httpx
 
 _START_S = 600.0
 _END_S = 3.0
+
+MAX_MODEL_LEN = 4096
+"""Tokens of the longest text of each of vLLM's servers."""
+
+KV_GIB = 2
+"""Memory for KV of each of vLLM's servers."""
+
 _NOT_INHERITED = {"PYTHONPATH", "OMP_NUM_THREADS"}
 """A peer has its own packages, and takes all cores."""
 
@@ -67,12 +74,13 @@ def vllm_nixl_pair(python: str, model: str, dtype: str, *flags: str) -> Iterator
 def _vllm(python: str, model: str, dtype: str, port: int, *flags: str) -> list[str]:
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--served-model-name", "bench", "--port", str(port), "--dtype", dtype]
-    return [*command, "--max-model-len", "4096", "--no-enable-prefix-caching", *flags]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), "--no-enable-prefix-caching"]
+    return [*command, *flags]
 
 
 def _on_cores(cores: Sequence[int]) -> dict[str, str]:
     bound = ",".join(map(str, cores))
-    return {"VLLM_CPU_OMP_THREADS_BIND": bound, "VLLM_CPU_KVCACHE_SPACE": "2"}
+    return {"VLLM_CPU_OMP_THREADS_BIND": bound, "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB)}
 
 
 @contextmanager

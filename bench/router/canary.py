@@ -8,6 +8,7 @@ prints the durations of all that it asked as another.
 import asyncio
 import contextlib
 import json
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 
 _PAUSE_S = 0.003
 _LAST_CHUNK = b"0\r\n\r\n"
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,29 +96,32 @@ class _Connection:
         self._watch = watch
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, request: bytes, end: bytes) -> tuple[bool, Wait]:
-        """Sends `request` and reads until the reply ends with `end`; whether it was answered with 200, and how long it
-        took after its head, which comes with the first token.
+    async def ask(self, request: bytes) -> tuple[bool, Wait]:
+        """Sends `request` and reads the whole reply; whether it was answered with 200, and how long it took after its
+        head, which comes with the first token.
         """
         try:
-            return await self._ask(request, end)
+            return await self._ask(request)
         except (ConnectionError, asyncio.IncompleteReadError):
             self._streams = None
-            return await self._ask(request, end)
+            return await self._ask(request)
 
     def close(self) -> None:
         """Closes it."""
         if self._streams is not None:
             self._streams[1].close()
 
-    async def _ask(self, request: bytes, end: bytes) -> tuple[bool, Wait]:
+    async def _ask(self, request: bytes) -> tuple[bool, Wait]:
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
         writer.write(request)
         head = await reader.readuntil(b"\r\n\r\n")
         begun = self._watch.now()
-        await reader.readuntil(end)
+        if (length := _LENGTH.search(head)) is not None:  # of /health, and of what is refused
+            await reader.readexactly(int(length[1]))
+        else:
+            await reader.readuntil(_LAST_CHUNK)
         return head.startswith(b"HTTP/1.1 200"), self._watch.since(begun)
 
 
@@ -145,10 +150,8 @@ async def watch(orders: Orders, stopped: asyncio.Event) -> Seen:
     stopwatch = _Stopwatch(orders.process_id)
     one, other = (_Connection(orders.port, stopwatch) for _ in range(2))
     async with asyncio.TaskGroup() as group:
-        group.create_task(repeat(lambda: one.ask(health, b"}"), seen.health, []))
-        group.create_task(
-            repeat(lambda: other.ask(complete, _LAST_CHUNK), seen.completions, seen.gaps)
-        )
+        group.create_task(repeat(lambda: one.ask(health), seen.health, []))
+        group.create_task(repeat(lambda: other.ask(complete), seen.completions, seen.gaps))
     one.close()
     other.close()
     return seen

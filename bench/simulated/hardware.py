@@ -152,7 +152,7 @@ class Room:
     token_bytes: float
 
 
-_SPEED = Speed(
+SPEED = Speed(
     prompt_s=0.012,
     token_s=5.5e-5,
     attention_s=6e-10,
@@ -160,6 +160,7 @@ _SPEED = Speed(
     sequence_s=9e-5,
     context_s=1.6e-8,
 )
+"""About that of a 70B model on a node of eight GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +183,7 @@ class Hardware:
     cache_tokens: int = 1_000_000
     rack_bytes_per_s: float = 40e9
     cross_bytes_per_s: float = 4e9
-    speed: Speed = _SPEED
+    speed: Speed = SPEED
 
     def prefill_speed(self, number: int) -> Speed:
         """Of the prefill worker of that number."""

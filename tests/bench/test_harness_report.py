@@ -1,7 +1,12 @@
 """A report says on what it was measured."""
 
 import json
+import os
+import signal
 import subprocess
+from collections.abc import Callable
+
+import pytest
 
 from baton import native
 from baton.cpu_features import cpu_flags
@@ -48,3 +53,53 @@ def test_the_revision_is_that_of_this_tree_wherever_a_benchmark_is_started(tmp_p
     monkeypatch.chdir(tmp_path)
     report.write(path)
     assert json.loads(path.read_text())["revision"] == here
+
+
+def fail() -> None:
+    raise RuntimeError("no more room\nsee above")
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def reach_the_time_limit() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("end", "ended_by"),
+    [
+        (fail, "RuntimeError: no more room"),
+        (press_ctrl_c, "KeyboardInterrupt: "),
+        (reach_the_time_limit, "SystemExit: 143"),
+    ],
+)
+def test_a_run_that_is_ended_leaves_what_it_had_measured_and_says_why(
+    tmp_path, end: Callable[[], None], ended_by: str
+):
+    path = tmp_path / "report.json"
+    report = Report(benchmark="some", settings={}, figures={"first_ms": 1.5})
+    with pytest.raises((RuntimeError, KeyboardInterrupt, SystemExit)), report.written_to(path):
+        end()
+    document = json.loads(path.read_text())
+    assert (document["figures"], document["ended_by"]) == ({"first_ms": 1.5}, ended_by)
+
+
+def test_a_run_that_measured_nothing_leaves_an_earlier_report_as_it_was(tmp_path):
+    path = tmp_path / "report.json"
+    with Report(benchmark="some", settings={}, figures={"first_ms": 1.5}).written_to(path):
+        pass
+    before = path.read_text()
+    report = Report(benchmark="some", settings={})
+    with pytest.raises(RuntimeError, match="no more room"), report.written_to(path):
+        fail()
+    assert path.read_text() == before
+    assert "ended_by" not in json.loads(before)
+
+
+def test_a_run_without_a_file_writes_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Report(benchmark="some", settings={}, figures={"first_ms": 1.5}).written_to(None):
+        pass
+    assert list(tmp_path.iterdir()) == []

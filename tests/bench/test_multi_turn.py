@@ -47,3 +47,11 @@ def test_the_ratio_is_of_the_turns_from_the_third_on():
     assert ratios == pytest.approx([1.0, 1.0, 4.0])
     assert report.figures["computed_tokens_pool"] == 15
     assert report.figures["computed_tokens_alone"] == 85
+
+
+def test_after_the_first_turn_there_are_its_figures_alone():
+    chats = {side: [Chat(history=[], turns=[turn(1.0, cached=0)])] for side in ("pool", "alone")}
+    report = Report(benchmark="multi_turn", settings={})
+    record(chats, report)
+    assert report.figures["ttft_ratio_turn1"] == 1.0
+    assert "ttft_ratio_from_turn_3" not in report.figures

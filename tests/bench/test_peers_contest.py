@@ -100,6 +100,14 @@ def test_arriving_prompts_are_a_level_of_their_own(served: Served) -> None:
     assert 9 in {len(prompt) for prompt in served.prompts}
 
 
+def test_decodes_under_arriving_prompts_are_warmed_up_at_their_number(served: Served) -> None:
+    entry = {"pd": Contender(start=Server(served).start, clients=[], under_prompts=True)}
+    list(Contest("tiny", entry, SIZES).run(rounds=1))
+    warming = 1 + SIZES.prompt_clients  # one alone, and one of each client
+    measured = 2 * SIZES.prompt_clients
+    assert sum(len(prompt) == SIZES.input_tokens for prompt in served.prompts) == warming + measured
+
+
 def test_who_has_no_load_is_not_started(served: Served) -> None:
     server = Server(served)
     contest = Contest("tiny", {"int8": Contender(start=server.start, clients=[])}, SIZES)
@@ -114,6 +122,20 @@ def test_a_peer_that_nobody_named_says_so(name: str, tmp_path) -> None:
     )
     with pytest.raises(RuntimeError, match="was named"), contenders(tmp_path, terms)[name].start():
         pass
+
+
+def test_a_pair_hands_off_prompts_of_any_length(tmp_path, monkeypatch) -> None:
+    told: list[dict[str, str]] = []
+
+    @contextmanager
+    def stand_in(*_: str, settings: dict[str, str]) -> Iterator[str]:
+        told.append(settings)
+        yield "http://pair"
+
+    monkeypatch.setattr("bench.peers.contenders.serving", stand_in)
+    terms = Terms(dtype="auto", tbt_target_s=0.1, clients=[1], vllm_python="", llamacpp_server="")
+    with contenders(tmp_path, terms)["pd"].start():
+        assert told == [{"BATON_ROUTER_LOCAL_PREFILL_TOKENS": "0"}]
 
 
 def test_all_have_the_load_of_one_client_and_few_that_of_more(tmp_path) -> None:

@@ -70,6 +70,34 @@ def test_the_report_has_the_figures_of_each_policy(trace, tmp_path):
         assert 0 <= figures[f"tbt_attainment_{policy}"] <= 1
 
 
+def test_an_operators_own_policy_is_compared_by_its_class(trace, tmp_path):
+    own, out = "examples.routing_policy:SpotLast", tmp_path / "report.json"
+    arguments = ["--trace", str(trace), "--requests", "20", "--json", str(out)]
+    main([*arguments, "--policies", own, "random"])
+    document = json.loads(out.read_text())
+    assert document["settings"]["policies"] == [own, "random"]
+    assert document["figures"][f"ttft_mean_s_{own}"] > 0
+
+
+@pytest.mark.parametrize("name", ["no_such", "examples.routing_policy:NoSuch"])
+def test_a_policy_that_is_not_there_ends_it_with_the_known_ones(trace, name):
+    with pytest.raises(SystemExit, match=f"{name}: .*predictive"):
+        main(["--trace", str(trace), "--policies", "random", name])
+
+
+def test_workers_take_what_the_command_line_says(trace, tmp_path):
+    figures = {}
+    for tokens_per_s, step_s in (("20000", "0.01"), ("2000", "0.01"), ("20000", "0.06")):
+        out = tmp_path / f"{tokens_per_s}-{step_s}.json"
+        words = ["--trace", str(trace), "--requests", "20", "--policies", "random", "--uniform"]
+        speeds = ["--prefill-tokens-per-s", tokens_per_s, "--step-s", step_s]
+        main([*words, *speeds, "--json", str(out)])
+        figures[tokens_per_s, step_s] = json.loads(out.read_text())["figures"]
+    usual, slow_prompts, slow_steps = figures.values()
+    assert slow_prompts["ttft_mean_s_random"] > 5 * usual["ttft_mean_s_random"]
+    assert (usual["tbt_attainment_random"], slow_steps["tbt_attainment_random"]) == (1.0, 0.0)
+
+
 def test_a_single_request_has_percentiles_too(trace):
     summary = Summary.of(
         Replay(read_trace(trace, 1), HARDWARE).run("predictive", speedup=1.0, seed=0)

@@ -126,7 +126,7 @@ def test_the_planner_is_explained_in_place_of_a_request(router, capsys):
 
 @pytest.mark.parametrize("words", [("cmpl-1", "--planner"), ()])
 def test_either_a_request_or_the_planner_is_explained(router, capsys, words):
-    assert main(["explain", *words, "--runtime-dir", str(router.path)]) == 1
+    assert main(["explain", *words, "--runtime-dir", str(router.path)]) == 2
     assert "either a REQUEST_ID or --planner" in capsys.readouterr().err
 
 

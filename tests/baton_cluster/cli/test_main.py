@@ -1,3 +1,4 @@
+import argparse
 import asyncio
 import contextlib
 import io
@@ -18,6 +19,7 @@ from baton.errors import UnavailableError
 from baton.ids import Incarnation
 from baton_cluster.cli import demo
 from baton_cluster.cli.demo import Outcome
+from baton_cluster.cli.flags import add_flags, given_settings
 from baton_cluster.cli.main import main
 from baton_cluster.cli.progress import StartDisplay
 from baton_cluster.launch.child_stories import ask_story
@@ -58,7 +60,8 @@ def error_of(capsys, *argv: str) -> tuple[int, str]:
         (["serve", "-f", "/absent.yaml"], "/absent.yaml: no such file or directory"),
         (["serve", "--runtime-dir", "/" + "x" * 120], "too long for a Unix socket"),
         (["serve", "--host", "192.0.2.1"], "192.0.2.1 is no address of this machine"),
-        (["serve", "--prot", "1"], "unrecognized arguments: --prot"),
+        (["serve", "--prot", "1"], "unrecognized arguments: --prot (see baton serve --help)"),
+        (["config", "show", "-x"], "unrecognized arguments: -x (see baton config show --help)"),
         (["sevre"], "invalid choice: 'sevre'"),
         ([], "the following arguments are required: COMMAND"),
         (["status", "--port", "x"], "argument --port: invalid int value: 'x'"),
@@ -68,6 +71,36 @@ def test_a_wrong_command_is_one_line_and_status_2(capsys, argv, message):
     status, shown = error_of(capsys, *argv)
     assert status == 2
     assert message in shown
+
+
+@pytest.mark.parametrize("flag", ["--served-model-name", "--api-key"])
+@pytest.mark.parametrize("model", ["/models/x", "owner/x", "gpt2"])
+def test_a_model_behind_a_flag_of_many_values_is_not_taken_for_one_of_them(capsys, flag, model):
+    status, shown = error_of(capsys, "serve", flag, "mine", model)
+    assert status == 2
+    assert f"give MODEL before {flag}" in shown
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["/absent", "--served-model-name", "a", "b", "--api-key", "k1", "k2"],
+        ["--served-model-name", "a", "b", "--device", "cpu", "/absent"],
+        ["--api-key", "k1", "--", "/absent"],
+    ],
+)
+def test_a_flag_takes_many_values_where_model_is_given(capsys, argv):
+    assert error_of(capsys, "serve", *argv) == (1, "/absent: no such directory")
+
+
+@pytest.mark.parametrize("words", [("a", "b", "c"), ("a", "b", "--served-model-name", "c")])
+def test_a_flag_given_again_adds_its_values(words):
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    given = given_settings(parser.parse_args(["--served-model-name", *words]))
+    assert [(setting.path, setting.value) for setting in given] == [
+        ("model.served_model_name", ["a", "b", "c"])
+    ]
 
 
 def test_a_model_that_is_not_there_is_one_line_and_status_1(capsys):
