@@ -257,7 +257,7 @@ def compose(
     retry_policy = retry_policy or RetryPolicy(
         max_attempts=config.max_attempts, worker_wait_s=config.worker_wait_s
     )
-    index = PrefixIndex()
+    index = PrefixIndex(max_blocks=config.max_indexed_blocks)
     view = ClusterView(index, silence_timeout_s=config.silence_timeout_s)
     window_tokens = config.prefill_window_tokens
     capacity = WorkerCapacity(

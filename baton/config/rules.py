@@ -203,6 +203,7 @@ RULES: tuple[Rule, ...] = (
         "router.max_waiting_requests_per_tenant",
         "router.max_waiting_prompt_tokens",
         "router.max_waiting_prompt_tokens_per_tenant",
+        "router.max_indexed_blocks",
     ),
     *(
         Rule(path=path, holds=lambda v: 1 <= v <= 86400, demand="must be from 1 to 86400 (a day)")

@@ -225,6 +225,8 @@ class RouterConfig:
         max_waiting_requests_per_tenant: The same of one tenant.
         max_waiting_prompt_tokens: Prompt tokens in line at most; a token takes about 36 bytes.
         max_waiting_prompt_tokens_per_tenant: The same of one tenant.
+        max_indexed_blocks: KV blocks of workers' and pool nodes' caches of which this router remembers who holds them;
+            beyond that, new ones take the place of others. What that takes: docs/guides/sizing.md.
     """
 
     host: str = "127.0.0.1"
@@ -255,6 +257,7 @@ class RouterConfig:
     max_waiting_requests_per_tenant: int = 4096
     max_waiting_prompt_tokens: int = 16 * 1024 * 1024
     max_waiting_prompt_tokens_per_tenant: int = 8 * 1024 * 1024
+    max_indexed_blocks: int = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ import numpy as np
 from baton.blocks import BlockReport
 from baton.errors import InvariantError
 from baton.ids import WorkerId, WorkerIdentity
+from router.routing.columns import Columns
 from router.routing.native_table import fastest_operations
 from router.routing.table import (
     BlockTable,
@@ -27,11 +28,6 @@ from router.routing.table import (
     Words,
     fingerprints_of,
 )
-
-_SPARE_SHARE = 4
-"""Columns of holders that are gone are cleared together: once none is free and they are a quarter of all,
-or once the table is full.
-"""
 
 _EVERY = 32
 _LIFE_S = 30.0
@@ -48,7 +44,7 @@ class ReportOutcome(Enum):
 
 @dataclass(slots=True, eq=False)
 class IndexCounts:
-    """Since the start. `events` counts keys stored and removed, `lost` those that found no room."""
+    """Since the start. `events` counts keys stored and removed, `lost` blocks given up for want of room."""
 
     events: int = 0
     snapshots: int = 0
@@ -79,13 +75,11 @@ class ExpectedBlocks:
 
     Args:
         operations: Implementation of the hot part of the two tables, of recent and of older notes.
-        num_columns: Columns to begin with, a multiple of 64.
     """
 
-    def __init__(self, *, operations: TableOperations, num_columns: int) -> None:
+    def __init__(self, *, operations: TableOperations) -> None:
         self._recent, self._older = (
-            BlockTable(max_blocks=2 * _MAX_NOTED, operations=operations, num_columns=num_columns)
-            for _ in range(2)
+            BlockTable(max_blocks=2 * _MAX_NOTED, operations=operations) for _ in range(2)
         )
         self.tables = self._recent, self._older
         """Both tables, in an order that lasts."""
@@ -112,16 +106,6 @@ class ExpectedBlocks:
             if len(notes):
                 notes.discard(fingerprints, column)
 
-    def keep_columns(self, live: Words) -> None:
-        """Nothing is expected of other columns than `live` any more. Looks at every note."""
-        for notes in self.tables:
-            notes.keep_columns(live)
-
-    def widen(self) -> None:
-        """Makes room for 64 more columns."""
-        for notes in self.tables:
-            notes.widen()
-
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a table of notes is broken."""
         for notes in self.tables:
@@ -142,10 +126,11 @@ class PrefixIndex:
     has reported and not reported gone. More than that is promised only by expectation, of a worker that was just sent
     the prompt (`ExpectedBlocks`), and for no longer than a minute. A holder has a *slot*, stable while it is admitted,
     and a column of the table, which it changes with every snapshot: leaving and starting over cost nothing at the time,
-    the table is cleared of many columns at once.
+    the columns that are left are cleared little by little (`Columns`).
 
     Args:
-        max_blocks: Blocks remembered at most. With more, new ones are not taken up, and counted as lost.
+        max_blocks: Blocks remembered at most. With more, each new one takes the place of one that few hold, which is
+            counted as lost: a hole in a text makes its holders' depths too small.
         operations: Implementation of the table's hot part; the fastest there is if None.
     """
 
@@ -154,12 +139,10 @@ class PrefixIndex:
     ) -> None:
         self._operations = operations or fastest_operations()
         self._table = BlockTable(max_blocks=max_blocks, operations=self._operations)
-        self._expected = ExpectedBlocks(
-            operations=self._operations, num_columns=self._table.num_columns
-        )
+        self._expected = ExpectedBlocks(operations=self._operations)
         self._holders: dict[WorkerId, _Holder] = {}
         self._free_slots: list[int] = []
-        self._free_columns = list(range(self._table.num_columns))
+        self._columns = Columns((self._table, *self._expected.tables))
         self._live = self._ragged = 0
         self._slot_of: dict[int, int] = {}
         self._column_of: dict[int, int] = {}
@@ -256,8 +239,7 @@ class PrefixIndex:
             raise InvariantError(f"slots {slots}")
         if self._live != sum(1 << holder.column for holder in holders):
             raise InvariantError("live columns do not match the holders")
-        if self._live & sum(1 << column for column in self._free_columns):
-            raise InvariantError("a column is free and in use")
+        self._columns.check_integrity([holder.column for holder in holders])
 
     def _change(self, holder: _Holder, report: BlockReport) -> None:
         if report.removed:
@@ -267,11 +249,8 @@ class PrefixIndex:
             self.counts.events += len(removed)
         if report.stored:
             stored = fingerprints_of(report.stored)
-            lost = self._table.add(stored, holder.column)
-            if lost and len(self._slot_of) + len(self._free_columns) < self._table.num_columns:
-                self._clear_columns()  # what holders that are gone held takes the room
-                lost = self._table.add(stored, holder.column)
-            self.counts.lost += lost
+            self._columns.make_room(len(stored))
+            self.counts.lost += self._table.add(stored, holder.column)
             self.counts.events += len(stored)
             holder.is_blank = False
 
@@ -282,9 +261,7 @@ class PrefixIndex:
             self._occupy(holder)
 
     def _occupy(self, holder: _Holder) -> None:
-        if not self._free_columns:
-            self._find_columns()
-        holder.column, holder.is_blank = self._free_columns.pop(), True
+        holder.column, holder.is_blank = self._columns.take(), True
         self._slot_of[holder.column] = holder.slot
         self._column_of[holder.slot] = holder.column
         self._live |= 1 << holder.column
@@ -292,27 +269,11 @@ class PrefixIndex:
         self._sources = None
 
     def _vacate(self, holder: _Holder) -> None:
-        """Its column is cleared later, together with others."""
+        self._columns.give_up(holder.column)
         del self._slot_of[holder.column], self._column_of[holder.slot]
         self._live &= ~(1 << holder.column)
         self._ragged &= self._live
         self._sources = None
-
-    def _find_columns(self) -> None:
-        total = self._table.num_columns
-        if (total - len(self._slot_of)) * _SPARE_SHARE >= total:
-            self._clear_columns()
-        else:
-            self._table.widen()
-            self._expected.widen()
-            self._free_columns = list(range(total, self._table.num_columns))
-
-    def _clear_columns(self) -> None:
-        """Forgets what holders that are gone held, so that their columns are free."""
-        self._table.keep_columns(self._words(self._live))
-        self._expected.keep_columns(self._words(self._live))
-        total = self._table.num_columns
-        self._free_columns = [c for c in range(total) if not self._live >> c & 1]
 
     def _open_sources(self) -> LookupSources:
         slots = np.zeros(self._table.num_columns, np.int64)

@@ -14,6 +14,7 @@ from router.routing.table import (
     Split,
     TableMemory,
     TableOperations,
+    Words,
 )
 
 _log = get_logger(__name__)
@@ -34,6 +35,9 @@ class NativeTable:
         self._discard.restype = None
         self._split.argtypes = [pointer, number, number, number]
         self._split.restype = None
+        self._clear = library.baton_table_clear
+        self._clear.argtypes = [pointer, pointer, number, number]
+        self._clear.restype = None
 
     def held(
         self,
@@ -65,6 +69,10 @@ class NativeTable:
     def discard(self, memory: TableMemory, fingerprints: Fingerprints, column: int) -> None:
         """See TableOperations."""
         self._discard(memory.address, *fingerprints.buffer_info(), column)
+
+    def clear(self, memory: TableMemory, gone: Words, first: int, last: int) -> None:
+        """See TableOperations."""
+        self._clear(memory.address, gone.ctypes.data, first, last)
 
     def split(self, memory: TableMemory, split: Split) -> None:
         """See TableOperations."""

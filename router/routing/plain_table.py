@@ -22,6 +22,12 @@ _STRIDE = 16
 _CROWDED = 5
 """With so many entries in a print's first bucket its second one is considered."""
 
+_DRAWN = 61
+"""Bits of a fingerprint from here on name no bucket."""
+
+_Place = tuple[int, int]
+"""A bucket, and where in it."""
+
 _Depths = NDArray[np.int32]
 """How many leading blocks each column holds, by column."""
 
@@ -62,12 +68,17 @@ class PlainTable:
         for at, block in enumerate(blocks[begin:], begin):
             place = _find(memory, block)
             if place is None:
+                if memory.limit <= memory.used and memory.limit < memory.most:
+                    return at
                 place = _empty_place(memory, block) if memory.used < memory.limit else None
                 if place is None:
-                    return at
+                    memory.displaced += 1
+                    place = _displaced_place(memory, block)
+                if place is None:
+                    continue
                 memory.fingerprints[place] = block
                 memory.used += 1
-            memory.sets[(*place, word)] |= np.uint64(1 << bit)
+            memory.sets[word][place] |= np.uint64(1 << bit)
         return len(blocks)
 
     def discard(self, memory: TableMemory, fingerprints: Fingerprints, column: int) -> None:
@@ -77,22 +88,31 @@ class PlainTable:
             place = _find(memory, block)
             if place is None:
                 continue
-            memory.sets[(*place, word)] &= ~np.uint64(1 << bit)
-            if not memory.sets[place].any():
+            memory.sets[word][place] &= ~np.uint64(1 << bit)
+            if not any(words[place] for words in memory.sets):
                 memory.fingerprints[place] = 0
                 memory.used -= 1
+
+    def clear(self, memory: TableMemory, gone: Words, first: int, last: int) -> None:
+        """See TableOperations."""
+        fingerprints, held = memory.fingerprints[first:last], np.zeros((last - first, WIDTH), bool)
+        for words, columns in zip(memory.sets, gone, strict=True):
+            words[first:last] &= ~columns
+            held |= words[first:last] != 0
+        memory.used -= int(np.count_nonzero(fingerprints[~held]))
+        fingerprints[~held] = 0
 
     def split(self, memory: TableMemory, split: Split) -> None:
         """See TableOperations."""
         before, first, last = split
         here, there = slice(first, last), slice(before + first, before + last)
-        fingerprints, sets = memory.fingerprints[here], memory.sets[here]
-        numbers = np.arange(first, last, dtype=np.uint64)[:, None]
-        named_first = fingerprints & np.uint64(before - 1) == numbers
+        fingerprints = memory.fingerprints[here]
+        buckets = np.arange(first, last, dtype=np.uint64)[:, None]
+        named_first = fingerprints & np.uint64(before - 1) == buckets
         names = np.where(named_first, fingerprints, fingerprints >> np.uint64(32))
         moves = names & np.uint64(before) != 0
-        memory.fingerprints[there][moves], fingerprints[moves] = fingerprints[moves], 0
-        memory.sets[there][moves], sets[moves] = sets[moves], 0
+        for numbers in (memory.fingerprints, *memory.sets):
+            numbers[there][moves], numbers[here][moves] = numbers[here][moves], 0
 
 
 def _whole(
@@ -118,7 +138,7 @@ def _whole(
             continue
         middle = low + (high - low) // 2
         place = _find(memory, fingerprints[places[middle]])
-        here = 0 if place is None else at_low & _number(memory.sets[place])
+        here = 0 if place is None else at_low & _set_at(memory, place)
         spans.append((middle, high, here, at_high))
         spans.append((low, middle, at_low, here))
 
@@ -167,7 +187,11 @@ def _number(columns: Words) -> int:
 def _set_of(memory: TableMemory, block: int) -> int:
     """The columns that hold `block`."""
     place = _find(memory, block)
-    return 0 if place is None else _number(memory.sets[place])
+    return 0 if place is None else _set_at(memory, place)
+
+
+def _set_at(memory: TableMemory, place: _Place) -> int:
+    return sum(int(words[place]) << WORD_BITS * at for at, words in enumerate(memory.sets))
 
 
 def _buckets(memory: TableMemory, block: int) -> tuple[int, int]:
@@ -179,7 +203,7 @@ def _bucket(memory: TableMemory, name: int) -> int:
     return number if number < memory.num_buckets else name & memory.num_unsplit - 1
 
 
-def _find(memory: TableMemory, block: int) -> tuple[int, int] | None:
+def _find(memory: TableMemory, block: int) -> _Place | None:
     for bucket in _buckets(memory, block):
         fingerprints = memory.fingerprints[bucket].tolist()
         if block in fingerprints:
@@ -187,10 +211,26 @@ def _find(memory: TableMemory, block: int) -> tuple[int, int] | None:
     return None
 
 
-def _empty_place(memory: TableMemory, block: int) -> tuple[int, int] | None:
+def _empty_place(memory: TableMemory, block: int) -> _Place | None:
     """In the first of its buckets, or in the second if the first is crowded and the second is emptier."""
     bucket, other = _buckets(memory, block)
     fingerprints, others = memory.fingerprints[bucket].tolist(), memory.fingerprints[other].tolist()
     if fingerprints.count(0) <= WIDTH - _CROWDED and others.count(0) > fingerprints.count(0):
         bucket, fingerprints = other, others
     return (bucket, fingerprints.index(0)) if 0 in fingerprints else None
+
+
+def _displaced_place(memory: TableMemory, block: int) -> _Place | None:
+    """The place in a block's first bucket whose block has the fewest holders, emptied for it; of several with as few,
+    one as good as drawn. None if that bucket is empty.
+    """
+    bucket, _ = _buckets(memory, block)
+    turns = [((block >> _DRAWN) + turn) % WIDTH for turn in range(WIDTH)]
+    taken = [(bucket, at) for at in turns if memory.fingerprints[bucket, at]]
+    if not taken:
+        return None
+    place = min(taken, key=lambda taken_place: _set_at(memory, taken_place).bit_count())
+    for numbers in (memory.fingerprints, *memory.sets):
+        numbers[place] = 0
+    memory.used -= 1
+    return place

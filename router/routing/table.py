@@ -1,8 +1,8 @@
 """The prefix index's memory: which holders have each block, one bit per holder,
 in 40 to 80 bytes per block for 128 holders.
 
-A hash table that grows, a little with each report that needs it so that nothing waits for it, and widens. What is done
-to it for every report and every decision is written twice: in C (`table.c`, `router.routing.native_table`), and for
+A hash table that grows, a little with each report that needs it so that nothing waits for it. Its sets lie in columns
+of 64 holders each, so that room for 64 more is one more array and nothing moves. What is done to it for every report and every decision is written twice: in C (`table.c`, `router.routing.native_table`), and for
 machines without a compiler in Python (`router.routing.plain_table`).
 
 A block is known by its *fingerprint*, the first 8 bytes of its key, which are already uniformly random: that any two
@@ -40,6 +40,9 @@ Words = NDArray[np.uint64]
 WIDTH = 8
 WORD_BITS = 64
 
+_LINES = 3
+"""Cache lines that a bucket has in one place: its fingerprints and two words of its sets, or three words."""
+
 _MAX_FILL = 0.6
 """Once so much of it is filled a table begins to grow."""
 
@@ -70,60 +73,65 @@ class Split(NamedTuple):
 
 
 class TableMemory(ctypes.Structure):
-    """A bucket's fingerprints, 0 where empty, stand before its sets: close together,
-    for looking one up is waiting for memory.
+    """A bucket's fingerprints, 0 where empty, are one cache line, and each word of its sets is another: a report touches
+    one of these, a lookup those of the holders that it still asks about. The first two words stand beside the
+    fingerprints, for looking one up is waiting for memory.
 
     Buckets are split one by one, in order, until there are twice as many (linear hashing): half of their names then say
-    so by one bit more. They lie in one array with room for as many as there may ever be; the system gives memory only
-    for those that were written to, so that a table neither moves when it grows nor leaves an old one behind.
+    so by one bit more. Each array has room for as many as there may ever be; the system gives memory only for those
+    that were written to, so that a table neither moves when it grows or widens nor leaves an old one behind.
 
     Its counts lie in a record as `table.c` has it.
 
     Attributes:
         address: Of the record.
-        cells: `[buckets + 1, WIDTH * (1 + words)]`; the last bucket stays empty, for blocks that no holder has.
-        fingerprints: `[buckets + 1, WIDTH]`, a view.
-        sets: `[buckets + 1, WIDTH, words]`, a view.
+        fingerprints: `[buckets, WIDTH]`, a view.
+        sets: `[buckets, WIDTH]` for each 64 columns, views.
         used: Places that hold a print.
         limit: So many may be used before the table has to grow.
+        most: So many may be used at all; beyond that, blocks make room for others.
+        displaced: Blocks that did, and those for which none could, since the start.
     """
 
     num_buckets: int
     num_words: int
     used: int
     limit: int
+    most: int
+    displaced: int
 
     _fields_ = (
-        ("cells_address", ctypes.c_void_p),
+        ("fingerprints_address", ctypes.c_void_p),
+        ("sets_addresses", ctypes.c_void_p),
         ("num_buckets", ctypes.c_uint64),
         ("last_narrow", ctypes.c_uint64),
         ("num_words", ctypes.c_int64),
         ("used", ctypes.c_int64),
         ("limit", ctypes.c_int64),
+        ("most", ctypes.c_int64),
+        ("displaced", ctypes.c_int64),
     )
 
-    def __init__(self, *, num_buckets: int, most_buckets: int, num_words: int) -> None:
+    def __init__(self, *, num_buckets: int, most_buckets: int, most: int) -> None:
         super().__init__()
         self.address = ctypes.addressof(self)
+        self.most = most
         self._most_buckets = most_buckets
-        self.reset(num_buckets=num_buckets, num_words=num_words)
+        self._hold([self._room()], num_buckets)
 
-    def reset(self, *, num_buckets: int, num_words: int) -> None:
-        """Takes new cells, all empty. How many may be used is for the caller to say."""
-        self._room = np.zeros((self._most_buckets + 1, WIDTH * (1 + num_words)), np.uint64)
-        self.cells_address = self._room.ctypes.data
-        self.num_words, self.used, self.limit = num_words, 0, 0
-        self._open(num_buckets)
+    def reset(self, *, num_buckets: int) -> None:
+        """Takes new arrays, as many as before, all empty. How many may be used is for the caller to say."""
+        self.used = self.limit = 0
+        self._hold([self._room() for _ in self._rooms], num_buckets)
+
+    def widen(self) -> None:
+        """Makes room for 192 more columns."""
+        self._hold([*self._rooms, self._room()], self.num_buckets)
 
     @property
     def num_unsplit(self) -> int:
         """So many buckets there were before the splitting that is under way: a power of two."""
         return int(self.last_narrow) + 1
-
-    @property
-    def may_split(self) -> bool:
-        """Whether there is room for more buckets."""
-        return self.num_buckets < self._most_buckets
 
     def buckets_of(self, names: Words) -> Words:
         """The buckets that these halves of fingerprints name."""
@@ -141,13 +149,25 @@ class TableMemory(ctypes.Structure):
         self._open(before + last)
         return Split(before=before, first=first, last=last)
 
+    def _room(self) -> Words:
+        return np.zeros((self._most_buckets, _LINES, WIDTH), np.uint64)
+
+    def _hold(self, rooms: list[Words], num_buckets: int) -> None:
+        """Has its lines in these arrays, the fingerprints first."""
+        self._rooms = rooms
+        addresses = [room[:, line].ctypes.data for room in rooms for line in range(_LINES)]
+        self.fingerprints_address, self.num_words = addresses[0], len(addresses) - 1
+        self._sets_addresses = (ctypes.c_void_p * self.num_words)(*addresses[1:])
+        self.sets_addresses = ctypes.addressof(self._sets_addresses)
+        self._open(num_buckets)
+
     def _open(self, num_buckets: int) -> None:
         """Counts the first so many buckets as in use."""
         self.num_buckets = num_buckets
         self.last_narrow = (1 << num_buckets.bit_length() - 1) - 1
-        self.cells = self._room[: num_buckets + 1]
-        self.fingerprints = self.cells[:, :WIDTH]
-        self.sets = self.cells[:, WIDTH:].reshape(num_buckets + 1, WIDTH, self.num_words)
+        self.fingerprints, *self.sets = (
+            room[:num_buckets, line] for room in self._rooms for line in range(_LINES)
+        )
 
 
 class HeldBySlot(Mapping[int, int]):
@@ -268,11 +288,15 @@ class TableOperations(Protocol):
         column: int,
     ) -> int:
         """Adds `column` to the sets of the fingerprints, or of those at the places `noted`, from the one numbered
-        `begin` on; returns the first one for which there is no place.
+        `begin` on; returns the first one for which the table has to grow. Where it is as large as it may be, each new
+        block displaces one in its bucket: of those with the fewest holders one as good as drawn.
         """
 
     def discard(self, memory: TableMemory, fingerprints: Fingerprints, column: int) -> None:
         """Takes `column` out of the sets of all fingerprints; empty sets are forgotten."""
+
+    def clear(self, memory: TableMemory, gone: Words, first: int, last: int) -> None:
+        """Takes the columns `gone` out of all sets in the buckets `first` to `last`; empty sets are forgotten."""
 
     def split(self, memory: TableMemory, split: Split) -> None:
         """Moves what one more bit of its name says to the new buckets; each entry keeps its place within the bucket."""
@@ -284,12 +308,9 @@ class BlockTable:
     Args:
         max_blocks: Fingerprints held at most.
         operations: Implementation of the hot part.
-        num_columns: Columns to begin with, a multiple of 64.
     """
 
-    def __init__(
-        self, *, max_blocks: int, operations: TableOperations, num_columns: int = WORD_BITS
-    ) -> None:
+    def __init__(self, *, max_blocks: int, operations: TableOperations) -> None:
         self._max_blocks = max_blocks
         self._operations = operations
         most_buckets = _FIRST_BUCKETS
@@ -298,7 +319,7 @@ class BlockTable:
         self.memory = TableMemory(
             num_buckets=_FIRST_BUCKETS,
             most_buckets=most_buckets,
-            num_words=num_columns // WORD_BITS,
+            most=max_blocks,
         )
         self._allow(_roomy(_FIRST_BUCKETS))
 
@@ -307,57 +328,48 @@ class BlockTable:
 
     @property
     def num_columns(self) -> int:
-        """Columns there is room for."""
+        """Columns there is room for: 128 at the beginning."""
         return int(self.memory.num_words * WORD_BITS)
 
     @property
     def size_bytes(self) -> int:
         """Memory taken."""
-        return self.memory.cells.nbytes
+        memory = self.memory
+        return int(memory.fingerprints.nbytes * (1 + memory.num_words))
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets in use."""
+        return int(self.memory.num_buckets)
 
     def clear(self) -> None:
         """Forgets everything."""
-        self.memory.reset(num_buckets=_FIRST_BUCKETS, num_words=self.memory.num_words)
+        self.memory.reset(num_buckets=_FIRST_BUCKETS)
         self._allow(_roomy(_FIRST_BUCKETS))
 
     def widen(self) -> None:
-        """Makes room for 64 more columns. Moves the whole table."""
-        memory = self.memory
-        fingerprints, sets, used, limit = (
-            memory.fingerprints,
-            memory.sets,
-            memory.used,
-            memory.limit,
-        )
-        memory.reset(num_buckets=memory.num_buckets, num_words=memory.num_words + 1)
-        memory.fingerprints[:], memory.sets[:, :, :-1] = fingerprints, sets
-        memory.used, memory.limit = used, limit
+        """Makes room for 192 more columns."""
+        self.memory.widen()
 
     def add(self, fingerprints: Fingerprints, column: int, noted: Places | None = None) -> int:
         """Adds `column` to the sets of all `fingerprints`, or of those at the places `noted`;
-        returns how many found no room.
+        returns how many blocks were given up for want of room.
         """
         count = len(fingerprints if noted is None else noted)
-        done, lost = 0, 0
+        done, before = 0, self.memory.displaced
         while (
             done := self._operations.add(self.memory, fingerprints, noted, done, column)
         ) < count:
-            if not self._grow():
-                done, lost = done + 1, lost + 1
-        return lost
+            self._grow()
+        return int(self.memory.displaced - before)
 
     def discard(self, fingerprints: Fingerprints, column: int) -> None:
         """Takes `column` out of the sets of all `fingerprints`; empty sets are forgotten."""
         self._operations.discard(self.memory, fingerprints, column)
 
-    def keep_columns(self, live: Words) -> None:
-        """Takes every column that is not in `live` out of all sets, and forgets empty ones.
-        Looks at the whole table.
-        """
-        memory = self.memory
-        memory.sets &= live
-        memory.fingerprints[~memory.sets.any(axis=2)] = 0
-        memory.used = int(np.count_nonzero(memory.fingerprints))
+    def clear_columns(self, gone: Words, first: int, last: int) -> None:
+        """Takes the columns `gone` out of all sets in the buckets `first` to `last`; empty sets are forgotten."""
+        self._operations.clear(self.memory, gone, first, last)
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a print is not where it belongs or an empty place holds bits."""
@@ -372,21 +384,19 @@ class BlockTable:
             raise InvariantError("a block lies in a bucket that is not its own")
         if len(fingerprints) != memory.used or len(np.unique(fingerprints)) != memory.used:
             raise InvariantError(f"{len(fingerprints)} blocks, counted {memory.used}")
-        if not np.array_equal(memory.sets.any(axis=2), memory.fingerprints != 0):
+        held = np.logical_or.reduce([words != 0 for words in memory.sets])
+        if not np.array_equal(held, memory.fingerprints != 0):
             raise InvariantError("a block without holder, or a holder without block")
 
     def _allow(self, limit: int) -> None:
         self.memory.limit = min(limit, self._max_blocks)
 
-    def _grow(self) -> bool:
-        """Splits the next few buckets if there is need and room for it. Keys that are not random cannot make it."""
+    def _grow(self) -> None:
+        """Splits the next few buckets."""
         memory = self.memory
-        if memory.used < memory.limit or memory.used >= self._max_blocks or not memory.may_split:
-            return False
         self._operations.split(memory, memory.extend(_STRIDE))
         is_done = memory.num_buckets == memory.num_unsplit
         self._allow(_roomy(memory.num_buckets) if is_done else memory.used + _STRIDE // _PACE)
-        return True
 
 
 def _roomy(num_buckets: int) -> int:

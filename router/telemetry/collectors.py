@@ -119,7 +119,7 @@ class IndexMetrics(Collector):
         index, counts = self._index, self._index.counts
         yield GaugeMetricFamily(
             "baton_prefix_index_blocks",
-            "Blocks in the index's table; those of holders that are gone until their room is needed.",
+            "Blocks in the index's table, and those of holders that are gone until they are cleared.",
             len(index),
         )
         yield GaugeMetricFamily(
@@ -140,7 +140,9 @@ class IndexMetrics(Collector):
             "baton_prefix_index_refused", "Reports of incarnations that are gone.", counts.refused
         )
         yield CounterMetricFamily(
-            "baton_prefix_index_lost", "Stored blocks for which there was no room.", counts.lost
+            "baton_prefix_index_lost",
+            "Blocks that gave way to others (router.max_indexed_blocks).",
+            counts.lost,
         )
 
 

@@ -2,15 +2,18 @@ from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from itertools import product
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton import native
 from baton.blocks import BlockReport, joined
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from router.routing.index import PrefixIndex, ReportOutcome
-from router.routing.native_table import fastest_operations
+from router.routing.native_table import NativeTable, fastest_operations
 from router.routing.plain_table import PlainTable
-from router.routing.table import fingerprints_of
+from router.routing.table import TableMemory, Words, fingerprints_of
 
 
 def worker(name: str, incarnation: int = 1) -> WorkerIdentity:
@@ -160,6 +163,101 @@ def test_a_long_chain_is_expected_to_within_a_few_blocks():
     assert depths(index, sent) == {a.slot: 1000}
     shared = [*sent[:700], *chain(1, 2, 3)]
     assert 700 - 31 <= depths(index, shared)[a.slot] <= 700
+
+
+class CountedWork(NativeTable):
+    """Notes how many rows of a table each clearing looks at."""
+
+    def __init__(self) -> None:
+        super().__init__(native.load(native.BLOCK_TABLE))
+        self.rows: list[int] = []
+
+    def clear(self, memory: TableMemory, gone: Words, first: int, last: int) -> None:
+        self.rows.append((last - first) * int(np.count_nonzero(gone)))
+        super().clear(memory, gone, first, last)
+
+
+@pytest.fixture
+def counted() -> CountedWork:
+    if not isinstance(fastest_operations(), NativeTable):
+        pytest.skip("the C functions are not built")
+    return CountedWork()
+
+
+def many(seed: int, count: int) -> bytes:
+    """Keys that nobody else has."""
+    return np.random.default_rng(seed).bytes(16 * count)
+
+
+def test_no_report_waits_until_what_is_gone_is_cleared(counted):
+    index = PrefixIndex(max_blocks=300_000, operations=counted)
+    holders = [Holder(index, str(number)) for number in range(200)]
+    for number, holder in enumerate(holders):
+        holder.send(stored=many(number, 1500), snapshot=True, first=True, last=True)
+    all_rows, counted.rows = index.size_bytes // 64, []
+    for number in range(100):
+        holder = Holder(index, str(number), 2)
+        holder.snapshot()
+        for report in range(30):
+            holder.send(stored=many(1000 * (1 + number) + report, 50))
+    index.check_integrity()
+    assert sum(counted.rows) > all_rows
+    assert max(counted.rows) <= 1 << 15
+    # New blocks take the room of those that are gone; some are stored before all of it is cleared.
+    assert index.counts.lost < 100 * 1500 / 4
+
+
+def test_columns_are_cleared_in_time_where_hardly_a_block_is_stored():
+    index = PrefixIndex()
+    other = Holder(index, "other")
+    other.send(stored=many(0, 100_000), snapshot=True, first=True, last=True)
+    size = index.size_bytes
+    for incarnation in range(1, 1000):
+        Holder(index, "a", incarnation).snapshot(key(incarnation))
+    index.check_integrity()
+    assert index.size_bytes == size
+
+
+def test_when_all_holders_begin_anew_the_tables_widen_by_little():
+    index = PrefixIndex()
+    holders = [Holder(index, str(number)) for number in range(500)]
+    keys = [many(number, 40) for number in range(500)]
+    for _ in range(4):
+        for holder, held in zip(holders, keys, strict=True):
+            holder.send(stored=held, snapshot=True, first=True, last=True)
+    index.check_integrity()
+    assert len(index) == 20_000
+    buckets = 8192
+    assert index.size_bytes <= 12 * 64 * buckets  # fingerprints, and words of 704 columns
+
+
+def test_a_full_index_knows_the_newest_blocks():
+    index = PrefixIndex(max_blocks=3000)
+    Holder(index, "a").snapshot(*(key(number) for number in range(3000)))
+    b, newest = Holder(index, "b"), chain(*range(-20, 0))
+    b.snapshot()
+    b.change(stored=newest)
+    assert depths(index, newest) == {b.slot: 20}
+    assert index.counts.lost == 20
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 400)), min_size=5, max_size=60))
+def test_what_is_stored_while_columns_are_cleared_is_all_known(reports):
+    """Five holders, of which one after the other starts anew over a table that takes many reports to clear."""
+    index = PrefixIndex()
+    filler = Holder(index, "filler")
+    filler.send(stored=many(0, 30_000), snapshot=True, first=True, last=True)
+    holders = [Holder(index, str(number)) for number in range(5)]
+    held: dict[int, bytes] = {}
+    for seed, (number, count) in enumerate(reports, 1):
+        holder = holders[number]
+        keys = held[number] = many(seed, count)
+        holder.send(stored=keys, snapshot=True, first=True, last=True)
+        index.check_integrity()
+    for number, keys in held.items():
+        found = index.held_blocks(fingerprints_of(keys), 0.0)
+        assert found == {holders[number].slot: len(keys) // 16}
 
 
 def test_memory_is_bounded_and_what_found_no_room_is_counted():

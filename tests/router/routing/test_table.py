@@ -15,7 +15,7 @@ from router.routing.table import (
     fingerprints_of,
 )
 
-NOBODY: Words = np.zeros(1, np.uint64)
+NOBODY: Words = np.zeros(2, np.uint64)
 EVERYBODY: Words = ~NOBODY
 
 
@@ -40,9 +40,10 @@ def depths(
     ragged: Words | None = None,
 ) -> dict[int, int]:
     """By column: every holder's slot is that of its column."""
-    notes = [
-        BlockTable(max_blocks=1, operations=hot, num_columns=table.num_columns) for _ in range(2)
-    ]
+    notes = [BlockTable(max_blocks=1, operations=hot) for _ in range(2)]
+    while notes[0].num_columns < table.num_columns:
+        for one in notes:
+            one.widen()
     sources = LookupSources(
         reports=table.memory,
         notes=[table.memory for table in notes],
@@ -83,11 +84,11 @@ def test_a_table_can_be_widened_and_cleared_while_it_grows(hot):
     table.add(blocks, 3)
     assert table.memory.num_buckets > table.memory.num_unsplit
     table.widen()
-    table.add(blocks[:5000], 90)
+    table.add(blocks[:5000], 190)
     table.discard(blocks[9000:], 3)
     table.check_integrity()
-    everybody = np.full(2, ~np.uint64(0))
-    assert depths(hot, table, blocks, everybody) == {3: 9000, 90: 5000}
+    everybody = np.full(5, ~np.uint64(0))
+    assert depths(hot, table, blocks, everybody) == {3: 9000, 190: 5000}
     table.clear()
     table.check_integrity()
     assert depths(hot, table, blocks, everybody) == {}
@@ -105,34 +106,71 @@ def test_c_and_python_leave_the_same_bytes_while_a_table_grows():
         table.add(blocks, 3)
     ours, theirs = (table.memory for table in tables)
     assert ours.num_unsplit < ours.num_buckets < 2 * ours.num_unsplit
-    assert np.array_equal(ours.cells, theirs.cells)
+    assert np.array_equal(ours.fingerprints, theirs.fingerprints)
+    assert np.array_equal(ours.sets, theirs.sets)
 
 
 def size_of_a_bucket(table: BlockTable) -> int:
     return table.size_bytes // (table.memory.num_buckets + 1)
 
 
-def test_a_full_table_takes_nothing_new_and_still_knows_what_it_has(hot):
-    table, blocks = BlockTable(max_blocks=100, operations=hot), prints(0, 250)
-    assert table.add(blocks, 0) == 150
-    assert table.add(blocks[:100], 1) == 0
-    assert len(table) == 100
-    table.discard(blocks[:10], 0)
-    table.discard(blocks[:10], 1)
-    assert table.add(blocks[200:], 0) == 40
+def test_a_full_table_takes_what_is_new_in_place_of_what_it_has(hot):
+    table, blocks = BlockTable(max_blocks=2000, operations=hot), prints(0, 2500)
+    assert table.add(blocks[:2000], 0) == 0
+    assert table.add(blocks[:2000], 1) == 0
+    table.discard(blocks[:1500], 1)
+    assert table.add(blocks[2000:], 0) == 500
     table.check_integrity()
+    assert len(table) == 2000
+    assert len(unplaced(hot, table, blocks[2000:])) < 150
+    table.discard(blocks[:100], 0)
+    assert table.add(prints(1, 10), 0) == 0
 
 
-def test_columns_are_cleared_together_and_blocks_that_nobody_holds_with_them(hot):
+def test_what_many_hold_is_not_given_up_for_what_is_new(hot):
+    table, blocks = BlockTable(max_blocks=2000, operations=hot), prints(0, 12_000)
+    for column in range(3):
+        table.add(blocks[:1000], column)
+    table.add(blocks[1000:2000], 0)
+    table.add(blocks[2000:], 0)
+    table.check_integrity()
+    assert len(unplaced(hot, table, blocks[:1000])) < 500
+    assert len(unplaced(hot, table, blocks[1000:2000])) > 900
+
+
+def unplaced(hot: TableOperations, table: BlockTable, blocks: Fingerprints) -> list[int]:
+    """Those of which the table has nothing."""
+    everybody = np.full(len(table.memory.sets), ~np.uint64(0))
+    each = [blocks[at : at + 1] for at in range(len(blocks))]
+    return [one[0] for one in each if not depths(hot, table, one, everybody)]
+
+
+def test_a_table_widens_without_being_moved(hot):
+    table, blocks = BlockTable(max_blocks=1000, operations=hot), prints(0, 100)
+    table.add(blocks, 0)
+    before = table.memory.fingerprints.ctypes.data, [s.ctypes.data for s in table.memory.sets]
+    table.widen()
+    assert table.num_columns == 320
+    table.add(blocks[:50], 319)
+    table.check_integrity()
+    first, *words = (lines.ctypes.data for lines in (table.memory.fingerprints, *table.memory.sets))
+    assert (first, words[:2]) == before
+
+
+def test_columns_are_cleared_in_pieces_and_blocks_that_nobody_holds_with_them(hot):
     table, blocks = BlockTable(max_blocks=1000, operations=hot), prints(0, 100)
     table.widen()
     table.add(blocks, 0)
-    table.add(blocks[:50], 70)
-    table.keep_columns(np.array([0, 1 << 6], np.uint64))
+    table.add(blocks[:50], 170)
+    gone = np.array([1, 0, 0, 0, 0], np.uint64)
+    middle = table.num_buckets // 2
+    table.clear_columns(gone, 0, middle)
+    table.check_integrity()
+    assert 50 < len(table) < 100
+    table.clear_columns(gone, middle, table.num_buckets)
     table.check_integrity()
     assert len(table) == 50
-    none = np.zeros(2, np.uint64)
-    assert depths(hot, table, blocks, ~none) == {70: 50}
+    assert depths(hot, table, blocks, np.full(5, ~np.uint64(0))) == {170: 50}
 
 
 @pytest.mark.parametrize("begin", [0, 1, 14, 15, 16, 37, 83])
@@ -163,12 +201,18 @@ def test_c_and_python_do_the_same(data):
     for _ in range(data.draw(st.integers(1, 8))):
         start = data.draw(st.integers(0, 4900))
         some = blocks[start : start + data.draw(st.integers(1, 1500))]
-        column, adds = data.draw(st.integers(0, 63)), data.draw(st.booleans())
-        if adds:
-            assert len({table.add(some, column) for table in tables}) == 1
-        else:
-            for table in tables:
-                table.discard(some, column)
+        column = data.draw(st.integers(0, 127))
+        match data.draw(st.sampled_from(["add", "discard", "clear"])):
+            case "add":
+                assert len({table.add(some, column) for table in tables}) == 1
+            case "discard":
+                for table in tables:
+                    table.discard(some, column)
+            case "clear":
+                gone = np.array(data.draw(st.sampled_from([(1, 0), (0, 1), (3, 1 << 63)])), "<u8")
+                begin = data.draw(st.integers(0, tables[0].num_buckets))
+                for table in tables:
+                    table.clear_columns(gone, begin // 2, begin)
         assert len(tables[0]) == len(tables[1])
     asked = blocks[data.draw(st.integers(0, 4900)) :]
     for whole in (NOBODY, EVERYBODY):
@@ -179,3 +223,6 @@ def test_c_and_python_do_the_same(data):
         assert found[0] == found[1]
     for table in tables:
         table.check_integrity()
+    ours, theirs = (table.memory for table in tables)
+    assert np.array_equal(ours.fingerprints, theirs.fingerprints)
+    assert np.array_equal(ours.sets, theirs.sets)
