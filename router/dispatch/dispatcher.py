@@ -63,7 +63,7 @@ from router.dispatch.faults import (
     suspects,
 )
 from router.dispatch.placement import Placement
-from router.dispatch.retry import RetryController, RetryCounters, RetryPolicy
+from router.dispatch.retry import MOVED_AT_ONCE, RetryController, RetryCounters, RetryPolicy
 from router.ports import GenerationRequest
 from router.routing.pools import node_of
 from router.routing.view import ClusterView, WorkerView
@@ -132,6 +132,11 @@ class Dispatcher:
     def in_flight(self) -> int:
         """Requests accepted and not ended."""
         return self._retry.num_requests
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether requests that were begun wait for room on a worker: none is to be begun before them."""
+        return self._retry.waits_for_room
 
     @property
     def retry_counters(self) -> RetryCounters:
@@ -226,11 +231,12 @@ class Dispatcher:
             case RoleChanged():
                 self._view.change_role(event.worker, event.role)
                 self._story.record(event.worker.worker_id, now_s, event)
-                return self._retry.place_waiting(now_s)
+                return []
             case WorkerLost():
                 return self._on_worker_lost(event.worker, event.reason, now_s)
             case LoadReported():
-                return self._report(event, now_s)
+                self._report(event, now_s)
+                return []
             case BlocksReported():
                 return self._blocks(event)
             case LinkProbed():
@@ -265,12 +271,20 @@ class Dispatcher:
         return actions + self._retry.place_waiting(now_s)
 
     def _look_for_silent_workers(self, now_s: float) -> list[Action]:
-        if now_s - self._ticked_s > _STALL_S:
-            self._view.excuse_silence(now_s)
+        """Of many that fell silent at once some wait for the next tick: what else this router has to do, and hear, goes
+        on in between.
+        """
+        since_s = now_s - self._ticked_s
+        if since_s > _STALL_S:
+            self._view.excuse_silence(since_s, now_s)
         self._ticked_s = now_s
         actions: list[Action] = []
+        moved = 0
         for worker in self._view.workers:
             if worker.legs and self._view.suspected(worker, now_s):
+                if moved >= MOVED_AT_ONCE:
+                    break
+                moved += worker.legs
                 actions += self._suspect(worker, now_s)
         return actions
 
@@ -307,12 +321,12 @@ class Dispatcher:
         self._story.record(
             identity.worker_id, now_s, f"{identity} joined as {event.hello.role.value}"
         )
-        return actions + self._retry.place_waiting(now_s)
+        return actions
 
-    def _report(self, event: LoadReported, now_s: float) -> list[Action]:
+    def _report(self, event: LoadReported, now_s: float) -> None:
         worker = self._view.find(event.worker.worker_id)
         if worker is None or worker.identity != event.worker:
-            return []
+            return
         was_draining = worker.draining
         was_unusable = was_draining or self._view.suspected(worker, now_s)
         worker.report(event.load, now_s)
@@ -321,8 +335,6 @@ class Dispatcher:
         elif worker.draining and not was_draining:
             self._story.record(event.worker.worker_id, now_s, f"{event.worker} takes nothing new")
         self._view.pools.attach(worker)
-        usable_again = was_unusable and not worker.draining
-        return self._retry.place_waiting(now_s) if usable_again else []
 
     def _blocks(self, event: BlocksReported) -> list[Action]:
         if not self._view.report_blocks(event.worker, event.report):

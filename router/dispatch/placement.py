@@ -128,6 +128,22 @@ class Placement:
         """Whether another worker can prefill for `decode`; none is chosen."""
         return bool(self._prefillers_for(decode, avoid, now_s))
 
+    def has_workers(self, now_s: float) -> bool:
+        """Whether any worker may be given new work."""
+        return bool(self._view.usable(now_s))
+
+    def has_room(self, request: RequestState, prompt: Prompt, now_s: float) -> bool:
+        """Whether workers can take `prompt`, one of the request's, without being overfilled."""
+        if self._capacity is None:
+            return True
+        samples = len(prompt.samples)
+        return self._capacity.can_take(
+            samples=samples,
+            context_tokens=samples * prompt.num_tokens,
+            slo=request.slo,
+            now_s=now_s,
+        )
+
     def pooled_tokens(
         self, request: RequestState, prompt: Prompt, worker: WorkerView, now_s: float
     ) -> int:

@@ -343,10 +343,12 @@ class ClusterView:
         """Whether it has been silent for too long."""
         return worker.silent(now_s, self._silence_timeout_s)
 
-    def excuse_silence(self, now_s: float) -> None:
-        """It was this router that did not listen: what the workers said meanwhile is still to be read."""
+    def excuse_silence(self, since_s: float, now_s: float) -> None:
+        """It was this router that did not listen for so long: what the workers said meanwhile is still to be read. How long
+        they had been silent before counts as ever: one that was suspected is, until it is heard.
+        """
         for worker in self.workers:
-            worker.heard_s = now_s
+            worker.heard_s = min(now_s, worker.heard_s + since_s)
 
     def state(self, worker: WorkerView, now_s: float) -> str:
         """One word for operators."""
