@@ -301,7 +301,7 @@ async def test_with_a_queue_a_tenth_of_the_time_goes_into_looks_for_room_however
 
 async def test_what_was_begun_and_waits_for_room_goes_before_what_waits_in_the_queue(monkeypatch):
     clock, commands = ManualClock(), []
-    parts = compose(RouterConfig(), [], b"s" * 32, clock=clock)
+    parts = compose(RouterConfig(policy="least_loaded"), [], b"s" * 32, clock=clock)
     monkeypatch.setattr(parts.membership, "send", commands.append)
     generator = parts.generator
     greetings = [hello(name, Role.HYBRID, transfer_address="") for name in ("h0", "h1")]
@@ -318,14 +318,17 @@ async def test_what_was_begun_and_waits_for_room_goes_before_what_waits_in_the_q
 
     for greeting in greetings:
         generator.hear(WorkerJoined(hello=greeting, address=str(greeting.identity)))
-    prompt = Prompt(prompt_tokens=tuple(range(4000)), sampling=SamplingParams(max_tokens=6))
-    asking = [
-        asyncio.create_task(collect(generator, replace(job(f"cmpl-{number}"), prompt=prompt)))
+    prompts = [
+        Prompt(prompt_tokens=(number,) * 4000, sampling=SamplingParams(max_tokens=6))
         for number in range(5)
     ]
+    asking = [
+        asyncio.create_task(collect(generator, replace(job(f"cmpl-{number}"), prompt=prompt)))
+        for number, prompt in enumerate(prompts)
+    ]
     async with asyncio.timeout(WAIT_S):
-        while parts.generator.in_flight() < 5:  # noqa: ASYNC110  # prompts are hashed in a thread
-            await asyncio.sleep(0.001)
+        while parts.generator.in_flight() < 5:  # noqa: ASYNC110  # the tasks begin
+            await asyncio.sleep(0)
     assert parts.dispatcher.in_flight == 4
     while clock.now_s() < 7.0:
         hear()
