@@ -20,7 +20,7 @@ from baton.errors import (
     WorkerLostError,
 )
 from baton.generation import FinishReason, TokenSample, plain_token
-from baton.ids import LegId, LegKind, RequestId, WorkerId, WorkerIdentity
+from baton.ids import LegId, LegKind, RequestId, Role, WorkerId, WorkerIdentity
 from baton.story import StoryEntry, StoryLog
 from router.deadlines import Deadlines
 from router.dispatch.actions import (
@@ -120,6 +120,7 @@ class Dispatcher:
 
     def __init__(self, *, view: ClusterView, placement: Placement, policy: RetryPolicy) -> None:
         self._view = view
+        self._placement = placement
         self._legs = LegTable()
         self._story = StoryLog("dispatch")
         self._retry = RetryController(
@@ -344,7 +345,7 @@ class Dispatcher:
     def _link_probed(self, event: LinkProbed, now_s: float) -> list[Action]:
         prefill, decode = event.worker, event.target
         self._story.record(prefill.worker_id, now_s, event)
-        if not self._view.broken_pairs.probed(prefill, decode, event.error, now_s):
+        if not self._view.link_probed(prefill, decode, event.error, now_s):
             return []
         return self._pair_restored(prefill, decode, now_s)
 
@@ -520,7 +521,7 @@ class Dispatcher:
         if attempt.decode is not None:
             leg.handed_to(attempt.decode.worker, event)
             prefill, decode = leg.worker.identity, attempt.decode.worker.identity
-            if self._view.broken_pairs.succeeded(prefill, decode):
+            if self._view.link_carries(prefill, decode):
                 actions += self._pair_restored(prefill, decode, now_s)
         self._legs.close(leg)
         return actions + self._continue_on_decode_only(attempt, now_s)
@@ -617,14 +618,16 @@ class Dispatcher:
 
     def _on_pair_failed(self, leg: Leg, error: BatonError, now_s: float) -> list[Action]:
         """P cannot reach D, or the two do not fit. As long as D is heard here neither is at fault: another P can write
-        to the pages that D keeps, and D can compute the prompt itself.
+        to the pages that D keeps, and D can compute the prompt itself. Where that P cannot either, another D may do.
         """
         attempt = leg.attempt
         actions = self._pair_failed(leg, error, now_s)
         self._legs.abandon(leg, now_s)
         decode = None if attempt.decode is None else attempt.decode.worker
         heard = decode is not None and not decode.silent(now_s, _HEARD_S)
-        blamed = frozenset() if decode is None or heard else frozenset({decode.identity})
+        blamed: frozenset[WorkerIdentity] = frozenset()
+        if decode is not None and (attempt.took_over or not heard):
+            blamed = frozenset({decode.identity})
         return actions + self._recover_attempt(
             attempt, error, blamed, now_s, reservation_intact=heard
         )
@@ -634,12 +637,16 @@ class Dispatcher:
         if leg.attempt.decode is None:
             return []
         prefill, decode = leg.worker.identity, leg.attempt.decode.worker.identity
-        pause_s = self._view.broken_pairs.failed(prefill, decode, error, now_s)
+        self._placement.handed_nothing(leg.attempt.request, leg.attempt.decode.worker)
+        pause_s = self._view.link_failed(prefill, decode, error, now_s)
         if pause_s is None:
             return []
         suspected = PairSuspected(prefill=prefill, decode=decode, error=error, pause_s=pause_s)
-        for worker in (prefill, decode):
+        for worker, side in ((prefill, Role.PREFILL), (decode, Role.DECODE)):
             self._story.record(worker.worker_id, now_s, suspected)
+            if self._view.broken_pairs.cuts_off(worker, side):
+                told = f"{worker} is cut off: no pair has it to {side.value}"
+                self._story.record(worker.worker_id, now_s, told)
         return [suspected]
 
     def _recover_attempt(

@@ -208,7 +208,7 @@ class RetryController:
             return actions
         pooled = self._placement.pooled_tokens(request, prompt, decode.worker, now_s)
         short = prompt.num_tokens - pooled <= self._policy.recompute_tokens
-        if short or not self._placement.has_another_pair(decode.worker, attempt.avoid, now_s):
+        if short or not self._placement.has_another_pair(attempt.avoid, now_s):
             fallback = Fallback.POOL if pooled else Fallback.RECOMPUTE
             return self.retry(
                 attempt, error, blamed, now_s, fallback, pinned=decode.worker.identity

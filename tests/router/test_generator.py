@@ -20,7 +20,7 @@ from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample, 
 from baton.ids import RequestId, Role
 from baton.rpc.generation import prompt_from_proto
 from router.admission.admission import Admission, queue_limits
-from router.dispatch.actions import SendLeg
+from router.dispatch.actions import Action, SendLeg
 from router.dispatch.events import DecodeTokens, LoadReported, WorkerJoined
 from router.dispatch.retry import Fallback, RetryPolicy
 from router.generator import ClusterGenerator
@@ -300,7 +300,8 @@ async def test_with_a_queue_a_tenth_of_the_time_goes_into_looks_for_room_however
 
 
 async def test_what_was_begun_and_waits_for_room_goes_before_what_waits_in_the_queue(monkeypatch):
-    clock, commands = ManualClock(), []
+    clock = ManualClock()
+    commands: list[Action] = []
     parts = compose(RouterConfig(policy="least_loaded"), [], b"s" * 32, clock=clock)
     monkeypatch.setattr(parts.membership, "send", commands.append)
     generator = parts.generator

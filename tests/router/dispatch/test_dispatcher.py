@@ -69,6 +69,7 @@ from router.dispatch.events import (
 from router.dispatch.placement import Placement
 from router.dispatch.retry import MOVED_AT_ONCE, RetryPolicy
 from router.ports import GenerationRequest
+from router.routing.chains import chain_of
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
@@ -83,7 +84,7 @@ class Core:
     """A dispatcher with a clock, checked after every event. Workers are filled without bound unless `bounded`."""
 
     def __init__(self, *, policy: RetryPolicy | None = None, bounded: bool = False) -> None:
-        index = PrefixIndex(max_blocks=1000)
+        self.index = index = PrefixIndex(max_blocks=1000)
         self.view = ClusterView(index)
         self.decisions = DecisionLog("prefix_affinity")
         placement = Placement(
@@ -723,6 +724,66 @@ def test_a_hand_off_that_was_on_its_way_and_succeeds_makes_the_pair_whole(core):
     core(failed(p, NO_WAY))
     core(first_tokens(other, drawn(0, 0, 4)))
     assert sent(core(handed_off(other)), PairRestored).prefill == p.worker
+
+
+def fail_hand_offs(core, number: int, *, to: str = "", by: str = "") -> int:
+    """Begins a request whose hand-offs to one decode worker, or by one prefill worker, fail; how many failed."""
+    failures, actions = 0, core.submit(tokens=(number,) * 3000, max_tokens=1)
+    while (prefill := legs_sent(actions, LegKind.PREFILL)) and (
+        prefill[0].worker.worker_id == by
+        or (prefill[0].permit and prefill[0].permit.target.worker_id == to)
+    ):
+        failures += 1
+        actions = core(failed(prefill[0], NO_WAY))
+    for leg in legs_sent(actions, LegKind.PREFILL):
+        core(first_tokens(leg, drawn(0, 0, 1)))
+    assert prefill, "a pair takes it in the end"
+    core.assert_empty()
+    return failures
+
+
+@pytest.mark.parametrize("ends", [{"to": "d0"}, {"by": "p0"}])
+def test_a_worker_that_no_peer_can_reach_fails_a_few_hand_offs_and_no_more_until_one_arrives(ends):
+    core = Core()
+    core.join(*(f"{role}{number}" for number in range(8) for role in "pd"))
+    (lone,) = ends.values()
+    busy = WorkerLoad(running=4, prefill_tokens_pending=50_000)
+    for worker in core.view.workers:
+        if worker.identity.worker_id != lone:
+            core(LoadReported(worker=worker.identity, load=busy))
+    failures = [fail_hand_offs(core, number, **ends) for number in range(40)]
+    assert sum(failures) == 3
+    assert any("cut off" in str(entry) for entry in core.dispatcher.story(lone))
+    everybody = [worker.identity.worker_id for worker in core.view.workers]
+    to = probe(core, 1.5, *everybody)
+    assert lone in (to.worker.worker_id, to.target.worker_id)
+    sent(core(probed(to)), PairRestored)
+    restored = core.view.find(lone)
+    assert restored is not None
+    assert restored.takes_kv or restored.can_prefill
+
+
+def test_where_two_p_cannot_reach_d_another_d_takes_a_long_prompt(core):
+    core.join("p0", "p1", "p2", "d0", "d1")
+    p, d = start_pair(core, tokens=range(3000))
+    other = sent(core(failed(p, NO_WAY)), LegKind.PREFILL)
+    assert other.permit.target == d.worker
+    third = sent(core(failed(other, NO_WAY)), LegKind.PREFILL)
+    assert third.permit.target != d.worker
+
+
+def test_a_hand_off_that_failed_leaves_its_d_without_the_prompt_as_far_as_is_known(core):
+    core.join("p0", "p1", "d0")
+    p, _ = start_pair(core, tokens=range(40))
+    chain = chain_of(b"s" * 32, p.prompt, layout())
+
+    def held(worker):
+        return core.index.held_blocks(chain, core.now_s).get(core.view.find(worker).slot, 0)
+
+    assert held(p.worker.worker_id) == held("d0") == 10
+    again = sent(core(failed(p, NO_WAY)), LegKind.PREFILL)
+    core(failed(again, NO_WAY))
+    assert (held("d0"), held("p0"), held("p1")) == (0, 10, 10)
 
 
 def test_the_link_to_a_worker_that_is_gone_is_not_probed(core):
