@@ -29,9 +29,17 @@ Context = grpc.aio.ServicerContext[pb.Command, pb.Frame]
 LOAD_INTERVAL_S = 0.2
 MAX_PENDING = 1_000_000
 
-_OF_STEPS = {"steps", "step_s", "step_sequences", "step_context_tokens"}
+_OF_STEPS = frozenset(
+    {
+        *("steps", "step_s", "step_sequences", "step_context_tokens"),
+        *("blocks_free", "blocks_used", "blocks_cached"),
+        *("prefix_hit_tokens", "prefix_query_tokens", "pool_hit_tokens"),
+    }
+)
 _without_steps = attrgetter(*(f.name for f in fields(WorkerLoad) if f.name not in _OF_STEPS))
-"""Of a load: all but what it says of steps, which differs with each of them."""
+"""Of a load: all but what it says of steps, and of the blocks that sequences take and give with them, which differs
+with nearly each of them.
+"""
 
 _log = get_logger(__name__)
 
@@ -52,7 +60,7 @@ class RouterStream:
         self._ready = asyncio.Event()
 
     def report(self, load: WorkerLoad, now_s: float) -> None:
-        """Reports the load if it changed in more than its steps, or if the last report is old."""
+        """Reports the load if it changed in more than its steps and blocks, or if the last report is old."""
         if load == self._reported:
             wait_s = HEARTBEAT_S
         elif _without_steps(load) == _without_steps(self._reported):

@@ -69,6 +69,11 @@ _FREES_CAPACITY = (
 )
 """Events after which workers may have room for a queued request. A request that ends is followed by `ClientGone`."""
 
+_LOOK_PAUSE = 10.0
+"""After a look for room that found none the next one is this many times as far away as it took, or at the next tick:
+with a queue nearly every event of a worker asks for one, and one is as long as there are workers.
+"""
+
 _log = get_logger(__name__)
 
 
@@ -114,6 +119,7 @@ class ClusterGenerator:
         self._discovery = discovery
         self._clock = clock
         self._placing_s: dict[RequestId, float] = {}
+        self._look_s = float("-inf")  # when it is worth looking for room again
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -215,6 +221,7 @@ class ClusterGenerator:
         for request_id in self._admission.abandon():
             self._dispatcher.retry_counters.fallbacks[Fallback.REFUSED] += 1
             self._inboxes.end(request_id, UnavailableError("no worker is available"))
+        self._look_s = float("-inf")
         self._admit()
 
     def check_integrity(self) -> None:
@@ -231,9 +238,18 @@ class ClusterGenerator:
             _log.error("an invariant is broken at rest", cause=error)
 
     def _admit(self) -> None:
-        """Begins the queued requests that there is room for."""
+        """Begins the queued requests that there is room for; none before those that were begun and wait for room, to
+        which the tick gives it.
+        """
+        now_s = self._clock.now_s()
+        if now_s < self._look_s or self._dispatcher.waits_for_room:
+            return
         for request in self._admission.admissible():
             self._submit(request)
+            now_s = self._clock.now_s()
+        if any(self._admission.waiting().values()):
+            look_s = self._clock.now_s() - now_s  # the last look, which found no room
+            self._look_s = now_s + look_s * (1 + _LOOK_PAUSE)
 
     def _submit(self, request: GenerationRequest) -> None:
         started_s = self._clock.now_s()

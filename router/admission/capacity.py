@@ -6,6 +6,7 @@ what waits inside a worker can be neither reordered nor taken back cheaply.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 from router.ports import GenerationRequest
@@ -64,26 +65,45 @@ class WorkerCapacity:
         self._local_decode_sequences = local_decode_sequences
         self._speed = speed
         self._prefill_window_tokens = prefill_window_tokens
+        # The workers of the last look by what they do: mostly the next one is at the same.
+        self._usable: Sequence[WorkerView] = ()
+        self._prefillers: Sequence[WorkerView] = ()
+        self._decoders: Sequence[WorkerView] = ()
 
     def has_room(self, request: GenerationRequest, now_s: float) -> bool:
         """Whether a prefill and a decode worker can take it, or one that does both."""
-        usable = self._view.usable(now_s)
-        decoders = decoders_of(usable)
-        if not any(self._can_decode_request(worker, request) for worker in decoders):
+        return self.can_take(
+            samples=request.num_samples,
+            context_tokens=request.num_prompt_tokens * request.num_samples,
+            slo=request.slo,
+            now_s=now_s,
+        )
+
+    def can_take(self, *, samples: int, context_tokens: int, slo: Slo, now_s: float) -> bool:
+        """The same of `samples` of such a context. Looks no further than at the first workers that can."""
+        self._look(now_s)
+        able = (
+            worker
+            for worker in self._decoders
+            if self.can_decode(worker, samples=samples, context_tokens=context_tokens, slo=slo)
+        )
+        decoder = next(able, None)
+        if decoder is None:
             keeper = self.idle_prefill_worker(
-                usable,
-                samples=request.num_samples,
-                context_tokens=request.num_prompt_tokens * request.num_samples,
-                slo=request.slo,
+                self._usable, samples=samples, context_tokens=context_tokens, slo=slo
             )
             return keeper is not None
-        prefillers = [worker for worker in usable if worker.hello.role.prefills_for_others]
-        ready = [w for w in prefillers or decoders if self._can_prefill(w, now_s)]
-        if not ready or not all(worker.kv_order for worker in ready):
-            return bool(ready)  # one may hand off to any that decodes
-        able = [worker for worker in decoders if self._can_decode_request(worker, request)]
-        first = min(ready, key=lambda worker: worker.kv_order)
-        return any(may_hand_off(first, worker) for worker in able)
+        first: WorkerView | None = None
+        for worker in self._prefillers or self._decoders:
+            if not self._can_prefill(worker, now_s):
+                continue
+            if not worker.kv_order:
+                return True  # it may hand off to any that decodes
+            if first is None or worker.kv_order < first.kv_order:
+                first = worker
+        if first is None:
+            return False
+        return any(may_hand_off(first, worker) for worker in chain((decoder,), able))
 
     def has_workers(self, now_s: float) -> bool:
         """Whether there is any that may be given new work."""
@@ -109,12 +129,10 @@ class WorkerCapacity:
 
     def first_token_s(self, request: GenerationRequest, now_s: float) -> float:
         """On the worker that is predicted to be the fastest; 0 while nothing is known."""
-        usable = self._view.usable(now_s)
-        prefillers = [
-            worker for worker in usable if worker.hello.role.prefills_for_others
-        ] or usable
+        self._look(now_s)
         times = [
-            self._speed.first_token_s(worker, request.num_prompt_tokens) for worker in prefillers
+            self._speed.first_token_s(worker, request.num_prompt_tokens)
+            for worker in self._prefillers or self._usable
         ]
         return min((time_s for time_s in times if time_s is not None), default=0.0)
 
@@ -163,13 +181,12 @@ class WorkerCapacity:
             or worker.queued_prefill_tokens < self._prefill_window_tokens
         )
 
-    def _can_decode_request(self, worker: WorkerView, request: GenerationRequest) -> bool:
-        return self.can_decode(
-            worker,
-            samples=request.num_samples,
-            context_tokens=request.num_prompt_tokens * request.num_samples,
-            slo=request.slo,
-        )
+    def _look(self, now_s: float) -> None:
+        usable = self._view.usable(now_s)
+        if usable is not self._usable:
+            self._usable = usable
+            self._prefillers = [worker for worker in usable if worker.can_prefill]
+            self._decoders = decoders_of(usable)
 
 
 class MeasuredSpeed:

@@ -226,6 +226,7 @@ class LegTable:
 
     def __init__(self) -> None:
         self._legs: dict[LegId, Leg] = {}
+        self._by_worker: dict[WorkerView, dict[LegId, Leg]] = {}
         self._ids = count(1)
 
     def find(self, event: LegEvent) -> Leg | None:
@@ -243,7 +244,7 @@ class LegTable:
 
     def on_worker(self, worker: WorkerView) -> list[Leg]:
         """The open legs that `worker` runs."""
-        return [leg for leg in self._legs.values() if leg.worker is worker]
+        return list(self._by_worker.get(worker, {}).values())
 
     def start_generate(self, attempt: Attempt, pair: Pair, now_s: float) -> SendLeg:
         """One leg that prefills and decodes."""
@@ -282,6 +283,10 @@ class LegTable:
         """The leg is over."""
         leg.close()
         del self._legs[leg.leg_id]
+        others = self._by_worker[leg.worker]
+        del others[leg.leg_id]
+        if not others:
+            del self._by_worker[leg.worker]
         if leg.kind is LegKind.PREFILL:
             leg.attempt.prefill = None
         else:
@@ -296,6 +301,9 @@ class LegTable:
         """Raises `InvariantError` unless these are the legs of `attempts`, and `workers` count them."""
         if {leg.leg_id: leg for attempt in attempts for leg in attempt.legs} != self._legs:
             raise InvariantError("the open legs are not those of the attempts")
+        grouped = {leg_id: leg for legs in self._by_worker.values() for leg_id, leg in legs.items()}
+        if grouped != self._legs or not all(self._by_worker.values()):
+            raise InvariantError("the open legs are not those of their workers")
         for worker in workers:
             mine = self.on_worker(worker)
             counted = (worker.legs, worker.prefill_tokens, worker.decode_sequences)
@@ -335,4 +343,5 @@ class LegTable:
             trace_parent=attempt.request.trace_parent,
         )
         leg = self._legs[sent.leg_id] = Leg(sent=sent, worker=worker, attempt=attempt)
+        self._by_worker.setdefault(worker, {})[sent.leg_id] = leg
         return leg

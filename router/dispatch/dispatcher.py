@@ -20,7 +20,7 @@ from baton.errors import (
     WorkerLostError,
 )
 from baton.generation import FinishReason, TokenSample, plain_token
-from baton.ids import LegId, LegKind, RequestId, WorkerId, WorkerIdentity
+from baton.ids import LegId, LegKind, RequestId, Role, WorkerId, WorkerIdentity
 from baton.story import StoryEntry, StoryLog
 from router.deadlines import Deadlines
 from router.dispatch.actions import (
@@ -63,7 +63,7 @@ from router.dispatch.faults import (
     suspects,
 )
 from router.dispatch.placement import Placement
-from router.dispatch.retry import RetryController, RetryCounters, RetryPolicy
+from router.dispatch.retry import MOVED_AT_ONCE, RetryController, RetryCounters, RetryPolicy
 from router.ports import GenerationRequest
 from router.routing.pools import node_of
 from router.routing.view import ClusterView, WorkerView
@@ -120,6 +120,7 @@ class Dispatcher:
 
     def __init__(self, *, view: ClusterView, placement: Placement, policy: RetryPolicy) -> None:
         self._view = view
+        self._placement = placement
         self._legs = LegTable()
         self._story = StoryLog("dispatch")
         self._retry = RetryController(
@@ -132,6 +133,11 @@ class Dispatcher:
     def in_flight(self) -> int:
         """Requests accepted and not ended."""
         return self._retry.num_requests
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether requests that were begun wait for room on a worker: none is to be begun before them."""
+        return self._retry.waits_for_room
 
     @property
     def retry_counters(self) -> RetryCounters:
@@ -226,11 +232,12 @@ class Dispatcher:
             case RoleChanged():
                 self._view.change_role(event.worker, event.role)
                 self._story.record(event.worker.worker_id, now_s, event)
-                return self._retry.place_waiting(now_s)
+                return []
             case WorkerLost():
                 return self._on_worker_lost(event.worker, event.reason, now_s)
             case LoadReported():
-                return self._report(event, now_s)
+                self._report(event, now_s)
+                return []
             case BlocksReported():
                 return self._blocks(event)
             case LinkProbed():
@@ -265,12 +272,20 @@ class Dispatcher:
         return actions + self._retry.place_waiting(now_s)
 
     def _look_for_silent_workers(self, now_s: float) -> list[Action]:
-        if now_s - self._ticked_s > _STALL_S:
-            self._view.excuse_silence(now_s)
+        """Of many that fell silent at once some wait for the next tick: what else this router has to do, and hear, goes
+        on in between.
+        """
+        since_s = now_s - self._ticked_s
+        if since_s > _STALL_S:
+            self._view.excuse_silence(since_s, now_s)
         self._ticked_s = now_s
         actions: list[Action] = []
+        moved = 0
         for worker in self._view.workers:
             if worker.legs and self._view.suspected(worker, now_s):
+                if moved >= MOVED_AT_ONCE:
+                    break
+                moved += worker.legs
                 actions += self._suspect(worker, now_s)
         return actions
 
@@ -307,12 +322,12 @@ class Dispatcher:
         self._story.record(
             identity.worker_id, now_s, f"{identity} joined as {event.hello.role.value}"
         )
-        return actions + self._retry.place_waiting(now_s)
+        return actions
 
-    def _report(self, event: LoadReported, now_s: float) -> list[Action]:
+    def _report(self, event: LoadReported, now_s: float) -> None:
         worker = self._view.find(event.worker.worker_id)
         if worker is None or worker.identity != event.worker:
-            return []
+            return
         was_draining = worker.draining
         was_unusable = was_draining or self._view.suspected(worker, now_s)
         worker.report(event.load, now_s)
@@ -321,8 +336,6 @@ class Dispatcher:
         elif worker.draining and not was_draining:
             self._story.record(event.worker.worker_id, now_s, f"{event.worker} takes nothing new")
         self._view.pools.attach(worker)
-        usable_again = was_unusable and not worker.draining
-        return self._retry.place_waiting(now_s) if usable_again else []
 
     def _blocks(self, event: BlocksReported) -> list[Action]:
         if not self._view.report_blocks(event.worker, event.report):
@@ -332,7 +345,7 @@ class Dispatcher:
     def _link_probed(self, event: LinkProbed, now_s: float) -> list[Action]:
         prefill, decode = event.worker, event.target
         self._story.record(prefill.worker_id, now_s, event)
-        if not self._view.broken_pairs.probed(prefill, decode, event.error, now_s):
+        if not self._view.link_probed(prefill, decode, event.error, now_s):
             return []
         return self._pair_restored(prefill, decode, now_s)
 
@@ -508,7 +521,7 @@ class Dispatcher:
         if attempt.decode is not None:
             leg.handed_to(attempt.decode.worker, event)
             prefill, decode = leg.worker.identity, attempt.decode.worker.identity
-            if self._view.broken_pairs.succeeded(prefill, decode):
+            if self._view.link_carries(prefill, decode):
                 actions += self._pair_restored(prefill, decode, now_s)
         self._legs.close(leg)
         return actions + self._continue_on_decode_only(attempt, now_s)
@@ -605,14 +618,16 @@ class Dispatcher:
 
     def _on_pair_failed(self, leg: Leg, error: BatonError, now_s: float) -> list[Action]:
         """P cannot reach D, or the two do not fit. As long as D is heard here neither is at fault: another P can write
-        to the pages that D keeps, and D can compute the prompt itself.
+        to the pages that D keeps, and D can compute the prompt itself. Where that P cannot either, another D may do.
         """
         attempt = leg.attempt
         actions = self._pair_failed(leg, error, now_s)
         self._legs.abandon(leg, now_s)
         decode = None if attempt.decode is None else attempt.decode.worker
         heard = decode is not None and not decode.silent(now_s, _HEARD_S)
-        blamed = frozenset() if decode is None or heard else frozenset({decode.identity})
+        blamed: frozenset[WorkerIdentity] = frozenset()
+        if decode is not None and (attempt.took_over or not heard):
+            blamed = frozenset({decode.identity})
         return actions + self._recover_attempt(
             attempt, error, blamed, now_s, reservation_intact=heard
         )
@@ -622,12 +637,16 @@ class Dispatcher:
         if leg.attempt.decode is None:
             return []
         prefill, decode = leg.worker.identity, leg.attempt.decode.worker.identity
-        pause_s = self._view.broken_pairs.failed(prefill, decode, error, now_s)
+        self._placement.handed_nothing(leg.attempt.request, leg.attempt.decode.worker)
+        pause_s = self._view.link_failed(prefill, decode, error, now_s)
         if pause_s is None:
             return []
         suspected = PairSuspected(prefill=prefill, decode=decode, error=error, pause_s=pause_s)
-        for worker in (prefill, decode):
+        for worker, side in ((prefill, Role.PREFILL), (decode, Role.DECODE)):
             self._story.record(worker.worker_id, now_s, suspected)
+            if self._view.broken_pairs.cuts_off(worker, side):
+                told = f"{worker} is cut off: no pair has it to {side.value}"
+                self._story.record(worker.worker_id, now_s, told)
         return [suspected]
 
     def _recover_attempt(

@@ -21,7 +21,7 @@ from router.routing.index import PrefixIndex
 from router.routing.policy import Demand, Pair, Policy, RouteKind, Unavailable, decoders_of
 from router.routing.predictive import prefill_work
 from router.routing.table import Fingerprints, HeldBySlot
-from router.routing.view import ClusterView, WorkerView
+from router.routing.view import ClusterView, WorkerView, may_hand_off
 
 _SESSION_TOKENS = 64
 """Prompts whose first tokens are these are taken for one session where the client names none."""
@@ -122,11 +122,38 @@ class Placement:
         self._remember(request, chosen, demand)
         return _with_work(chosen, demand)
 
-    def has_another_pair(
-        self, decode: WorkerView, avoid: Set[WorkerIdentity], now_s: float
-    ) -> bool:
-        """Whether another worker can prefill for `decode`; none is chosen."""
-        return bool(self._prefillers_for(decode, avoid, now_s))
+    def has_another_pair(self, avoid: Set[WorkerIdentity], now_s: float) -> bool:
+        """Whether any two workers can hand KV over; none are chosen."""
+        usable = [w for w in self._view.usable(now_s) if w.identity not in avoid]
+        prefillers = [worker for worker in usable if worker.can_prefill]
+        receivers = [worker for worker in usable if worker.takes_kv]
+        return any(
+            may_hand_off(prefill, decode) and self._are_connected(prefill, decode)
+            for decode in receivers
+            for prefill in prefillers
+        )
+
+    def handed_nothing(self, request: RequestState, decode: WorkerView) -> None:
+        """A hand-off to `decode` failed: the request's blocks are not on their way there any more."""
+        if self._policy.uses_prefix:
+            chain = self._chain(request, decode.layout_group, decode.hello.layout)
+            self._index.expect_no_more(chain, decode.slot)
+
+    def has_workers(self, now_s: float) -> bool:
+        """Whether any worker may be given new work."""
+        return bool(self._view.usable(now_s))
+
+    def has_room(self, request: RequestState, prompt: Prompt, now_s: float) -> bool:
+        """Whether workers can take `prompt`, one of the request's, without being overfilled."""
+        if self._capacity is None:
+            return True
+        samples = len(prompt.samples)
+        return self._capacity.can_take(
+            samples=samples,
+            context_tokens=samples * prompt.num_tokens,
+            slo=request.slo,
+            now_s=now_s,
+        )
 
     def pooled_tokens(
         self, request: RequestState, prompt: Prompt, worker: WorkerView, now_s: float
@@ -168,16 +195,28 @@ class Placement:
     def _connected_pair(
         self, workers: Collection[WorkerView], demand: Demand
     ) -> Pair | Unavailable:
-        """The policy's choice of the pairs that can hand KV over: a prefill worker that cannot reach the chosen decode
-        worker is left out. With none left the decode worker computes the prompt.
+        """The policy's choice of the pairs that can hand KV over. Where the chosen two cannot, another prefill worker hands
+        over to the same decode worker; where none can, that one is left out; and where it is the last that takes KV, it
+        computes the prompt. Each costs another choice.
         """
-        broken = self._view.broken_pairs
         chosen = self._policy.pair(workers, demand, self._rng)
         while isinstance(chosen, Pair) and not chosen.local:
-            prefill = chosen.prefill
-            if broken.allows(prefill.identity, chosen.decode.identity):
+            decode = chosen.decode
+            if self._are_connected(chosen.prefill, decode):
                 break
-            workers = [worker for worker in workers if worker is not prefill]
+            able = [
+                worker
+                for worker in workers
+                if worker.can_prefill
+                and may_hand_off(worker, decode)
+                and self._are_connected(worker, decode)
+            ]
+            if able:
+                workers = [*able, decode]
+            elif any(worker.takes_kv and worker is not decode for worker in workers):
+                workers = [worker for worker in workers if worker is not decode]
+            else:
+                workers = [w for w in workers if w is decode or not w.can_prefill]
             chosen = self._policy.pair(workers, demand, self._rng)
         return chosen
 
@@ -188,11 +227,17 @@ class Placement:
             worker
             for worker in self._view.usable(now_s)
             if worker.identity not in avoid
-            and worker is not decode
-            and worker.layout_group == decode.layout_group
             and worker.can_prefill
-            and self._view.broken_pairs.allows(worker.identity, decode.identity)
+            and self._are_connected(worker, decode)
         ]
+
+    def _are_connected(self, prefill: WorkerView, decode: WorkerView) -> bool:
+        """Whether the two are a pair whose layouts are the same, and whose link carries pages as far as is known."""
+        return (
+            prefill is not decode
+            and prefill.layout_group == decode.layout_group
+            and self._view.broken_pairs.allows(prefill.identity, decode.identity)
+        )
 
     def _full(
         self, request: RequestState, prompt: Prompt, workers: Sequence[WorkerView]

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 
 from baton.backoff import Backoff
 from baton.errors import (
@@ -28,6 +29,11 @@ from router.ports import GenerationRequest
 from router.routing.policy import Unavailable
 from router.routing.view import ClusterView
 
+MOVED_AT_ONCE = 64
+"""About so many attempts are moved to other workers in one tick, however many were lost together: more would keep the
+router from all else.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
@@ -36,7 +42,7 @@ class RetryPolicy:
     Attributes:
         max_attempts: How often a sample's legs may be started.
         worker_wait_s: How long a request waits for a worker to appear: about what a restart takes. One whose client has
-            some of its tokens waits until its deadline: nobody else can go on with it.
+            some of its tokens waits until its deadline: nobody else can go on with it. So does one that waits for room.
         retry_backoff: How long workers that failed a request are avoided when there are no others. A worker that was
             silent for the longest of these waits gets no new legs anyway.
         recompute_tokens: Up to so many tokens of a prompt are computed by D itself when no P can take over.
@@ -100,6 +106,8 @@ class RetryController:
 
     Attributes:
         counters: Counted since the start.
+        waits_for_room: Whether attempts wait since no worker has room for the first of them: all are full, or there is
+            none.
     """
 
     def __init__(
@@ -120,6 +128,7 @@ class RetryController:
         self._attempts: dict[RequestId, list[Attempt]] = {}
         self._waiting: dict[Attempt, Unavailable] = {}
         self._awaiting_report: dict[Attempt, None] = {}
+        self.waits_for_room = False
         self.counters = RetryCounters()
 
     @property
@@ -199,7 +208,7 @@ class RetryController:
             return actions
         pooled = self._placement.pooled_tokens(request, prompt, decode.worker, now_s)
         short = prompt.num_tokens - pooled <= self._policy.recompute_tokens
-        if short or not self._placement.has_another_pair(decode.worker, attempt.avoid, now_s):
+        if short or not self._placement.has_another_pair(attempt.avoid, now_s):
             fallback = Fallback.POOL if pooled else Fallback.RECOMPUTE
             return self.retry(
                 attempt, error, blamed, now_s, fallback, pinned=decode.worker.identity
@@ -284,19 +293,28 @@ class RetryController:
         return [action for attempt in attempts for action in self._end_unreported(attempt, now_s)]
 
     def place_waiting(self, now_s: float) -> list[Action]:
-        """Looks again for workers for the attempts that wait for some; fails those that have waited for too long."""
+        """Looks again for workers for the attempts that wait for some; fails those that have waited for too long. To be
+        called several times per second.
+
+        They are placed in their order and as there is room for them, like requests in the admission queue: the first
+        worker that is heard again after a long silence is not sent all that the others had.
+        """
+        self.waits_for_room = False
+        if not self._waiting:
+            return []
+        if not self._placement.has_workers(now_s):
+            self.waits_for_room = True
+            return self._give_up_late(tuple(self._waiting), now_s)
         actions: list[Action] = []
-        for attempt in tuple(self._waiting):
+        tried: list[Attempt] = []
+        for attempt in tuple(islice(self._waiting, MOVED_AT_ONCE)):
+            if not self._placement.has_room(attempt.request, attempt.prompt(), now_s):
+                self.waits_for_room = True
+                break
+            tried.append(attempt)
+            self._waiting[attempt] = self._waiting.pop(attempt)  # behind those that are not tried
             actions += self._place(attempt, now_s)
-        wait_s = self._policy.worker_wait_s
-        late = [a for a in self._waiting if now_s - a.since_s >= wait_s]
-        for attempt in [a for a in late if not a.request.has_tokens(a.samples)]:
-            # Another sample of the same request may have failed it a moment ago.
-            if attempt in self._waiting:
-                self.counters.fallbacks[Fallback.REFUSED] += 1
-                error = self._unavailable(attempt)
-                actions += self.fail(attempt.request.request_id, error, now_s)
-        return actions
+        return actions + self._give_up_late(tried, now_s)
 
     def end_unreported(self, now_s: float) -> list[Action]:
         """Ends the attempts that have waited long enough for P's report of the hand-off."""
@@ -349,6 +367,19 @@ class RetryController:
             permit = self._placement.permit(prompt, chosen, new_xfer_id(), attempt.number)
             actions = [*self._legs.start_hand_off(attempt, chosen, permit, now_s)]
         self._record(attempt, now_s, "placed", actions)
+        return actions
+
+    def _give_up_late(self, attempts: Sequence[Attempt], now_s: float) -> list[Action]:
+        """Fails those of `attempts` that still wait and have for too long, but for those whose clients have tokens."""
+        actions: list[Action] = []
+        since_s = now_s - self._policy.worker_wait_s
+        for attempt in attempts:
+            # Another sample of the same request may have failed it a moment ago.
+            late = attempt in self._waiting and attempt.since_s <= since_s
+            if late and not attempt.request.has_tokens(attempt.samples):
+                self.counters.fallbacks[Fallback.REFUSED] += 1
+                error = self._unavailable(attempt)
+                actions += self.fail(attempt.request.request_id, error, now_s)
         return actions
 
     def _continue(

@@ -207,6 +207,10 @@ class PrefixIndex:
         """Remembers that the workers at `slots` are about to hold the whole chain."""
         self._expected.note(chain, map(self._column_of.__getitem__, slots), now_s)
 
+    def expect_no_more(self, chain: Fingerprints, slot: int) -> None:
+        """The worker at `slot` will not hold the chain after all. What it has reported itself counts as ever."""
+        self._expected.withdraw(chain, self._column_of[slot])
+
     def held_blocks(
         self, chain: Fingerprints, now_s: float, *, unit: int = 1, among: HeldBySlot | None = None
     ) -> HeldBySlot:

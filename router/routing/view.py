@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from baton.blocks import BlockReport
-from baton.errors import IncompatibleError, InvariantError
+from baton.errors import BatonError, IncompatibleError, InvariantError
 from baton.generation import WorkerLoad
 from baton.ids import Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
@@ -15,7 +15,7 @@ from baton.story import StoryEntry, StoryLog
 from router.breaker import Breaker
 from router.routing.forecast import Fleet, Forecast
 from router.routing.index import PrefixIndex, ReportOutcome
-from router.routing.pairs import BrokenPairs
+from router.routing.pairs import BrokenPairs, End
 from router.routing.pools import NO_SLOT, PoolNodes
 
 _READY = "ready"
@@ -95,7 +95,10 @@ class WorkerView(WorkerRecord):
         forecast: What it will take for its work.
         used_tokens: Room taken by KV that is in use there, by the last report.
         reported_context_tokens: Tokens of context that its last decode step read.
-        can_prefill: Whether it computes prompts for others. This and what follows comes from its greeting.
+        sends_kv: Whether it can reach others to hand KV off to them, as far as is known (`router.routing.pairs`).
+        receives_kv: Whether others can reach it, as far as is known.
+        can_prefill: Whether it computes prompts for others. This and what follows comes from its greeting, and from these
+            two.
         can_decode: Whether it draws tokens.
         takes_kv: Whether others can hand KV off to it.
         kv_order: 0 unless it both takes KV and computes prompts for others: then a number, the same to all routers
@@ -119,6 +122,8 @@ class WorkerView(WorkerRecord):
     leaving: set["WorkerView"] = field(default_factory=set)
     last_pick: int = 0
     forecast: Forecast = field(default_factory=Forecast)
+    sends_kv: bool = True
+    receives_kv: bool = True
     can_decode: bool = field(init=False)
     takes_kv: bool = field(init=False)
 
@@ -134,9 +139,10 @@ class WorkerView(WorkerRecord):
     def take_role(self, role: Role) -> None:
         """It takes the legs of `role` from now on."""
         self.hello = replace(self.hello, role=role)
-        self.can_prefill = role.prefills_for_others
+        self.can_prefill = role.prefills_for_others and self.sends_kv
         self.can_decode = role.decodes
-        self.takes_kv = self.can_decode and bool(self.hello.transfer_address)
+        reachable = bool(self.hello.transfer_address) and self.receives_kv
+        self.takes_kv = self.can_decode and reachable
         both = self.can_prefill and self.takes_kv
         self.kv_order = _place_of(self.identity.worker_id) if both else 0
 
@@ -241,7 +247,7 @@ class ClusterView:
         self._groups: dict[KvLayout, int] = {}
         self._layouts: dict[int, KvLayout] | None = None
         self._fleet = Fleet()
-        self.broken_pairs = BrokenPairs()
+        self.broken_pairs = BrokenPairs(peers=self._peers)
         self.pools = PoolNodes(index, self._workers.values)
 
     @property
@@ -312,6 +318,34 @@ class ClusterView:
             worker.take_role(role)
             self._count_workers()
 
+    def link_failed(
+        self, prefill: WorkerIdentity, decode: WorkerIdentity, error: BatonError, now_s: float
+    ) -> float | None:
+        """See `BrokenPairs.failed`. A worker that is cut off by it takes no part in hand-offs."""
+        pause_s = self.broken_pairs.failed(prefill, decode, error, now_s)
+        self._follow_links(prefill, decode)
+        return pause_s
+
+    def link_carries(self, prefill: WorkerIdentity, decode: WorkerIdentity) -> bool:
+        """See `BrokenPairs.succeeded`."""
+        restored = self.broken_pairs.succeeded(prefill, decode)
+        if restored:
+            self._follow_links(prefill, decode)
+        return restored
+
+    def link_probed(
+        self,
+        prefill: WorkerIdentity,
+        decode: WorkerIdentity,
+        error: BatonError | None,
+        now_s: float,
+    ) -> bool:
+        """See `BrokenPairs.probed`."""
+        restored = self.broken_pairs.probed(prefill, decode, error, now_s)
+        if restored:
+            self._follow_links(prefill, decode)
+        return restored
+
     def report_blocks(self, identity: WorkerIdentity, report: BlockReport) -> bool:
         """Takes a worker's report on its blocks; whether it has to send a snapshot because something was missed."""
         return self._index.apply(identity, report) is ReportOutcome.GAP
@@ -343,10 +377,12 @@ class ClusterView:
         """Whether it has been silent for too long."""
         return worker.silent(now_s, self._silence_timeout_s)
 
-    def excuse_silence(self, now_s: float) -> None:
-        """It was this router that did not listen: what the workers said meanwhile is still to be read."""
+    def excuse_silence(self, since_s: float, now_s: float) -> None:
+        """It was this router that did not listen for so long: what the workers said meanwhile is still to be read. How long
+        they had been silent before counts as ever: one that was suspected is, until it is heard.
+        """
         for worker in self.workers:
-            worker.heard_s = now_s
+            worker.heard_s = min(now_s, worker.heard_s + since_s)
 
     def state(self, worker: WorkerView, now_s: float) -> str:
         """One word for operators."""
@@ -387,6 +423,37 @@ class ClusterView:
         """
         found = [w for w in self.workers if w.load.changing_role and w.heard_s >= heard_s]
         return (min(found, key=lambda worker: worker.legs),) if found else ()
+
+    def _follow_links(self, *identities: WorkerIdentity) -> None:
+        for identity in identities:
+            worker = self._workers.get(identity.worker_id)
+            if worker is None or worker.identity != identity:
+                continue
+            sends = not self.broken_pairs.cuts_off(identity, Role.PREFILL)
+            receives = not self.broken_pairs.cuts_off(identity, Role.DECODE)
+            if (sends, receives) != (worker.sends_kv, worker.receives_kv):
+                worker.sends_kv, worker.receives_kv = sends, receives
+                worker.take_role(worker.hello.role)
+                self._count_workers()
+
+    def _peers(self, end: End, now_s: float) -> list[WorkerIdentity]:
+        """Whom that worker could be paired with if neither were cut off."""
+        identity, side = end
+        worker = self._workers.get(identity.worker_id)
+        if worker is None or worker.identity != identity:
+            return []
+        return [
+            peer.identity
+            for peer in self._workers.values()
+            if peer is not worker
+            and peer.layout_group == worker.layout_group
+            and not self.suspected(peer, now_s)
+            and (
+                peer.hello.role.prefills_for_others
+                if side is Role.DECODE
+                else peer.hello.role.decodes and peer.hello.transfer_address
+            )
+        ]
 
     def _breaker_of(self, worker_id: WorkerId) -> Breaker:
         """The circuit of a worker by its name, whatever its incarnation."""

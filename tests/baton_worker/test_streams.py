@@ -79,7 +79,7 @@ async def test_a_changed_load_is_reported_at_once_and_once(stream: RouterStream)
     assert await load_of(stream) is None
 
 
-async def test_more_steps_alone_are_reported_every_so_often(stream: RouterStream):
+async def test_more_steps_and_other_blocks_alone_are_reported_every_so_often(stream: RouterStream):
     stream.report(WorkerLoad(running=1, steps=1), 0.0)
     await soon(stream.next())
     for of_steps in (
@@ -87,6 +87,8 @@ async def test_more_steps_alone_are_reported_every_so_often(stream: RouterStream
         {"step_s": 0.1},
         {"step_sequences": 3},
         {"step_context_tokens": 9},
+        {"steps": 2, "blocks_free": 7, "blocks_used": 2, "blocks_cached": 1},
+        {"prefix_hit_tokens": 4, "prefix_query_tokens": 9, "pool_hit_tokens": 2},
     ):
         stream.report(replace(WorkerLoad(running=1, steps=1), **of_steps), LOAD_INTERVAL_S / 2)
     stream.wake()

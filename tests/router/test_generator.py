@@ -1,10 +1,12 @@
 import asyncio
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from baton.backoff import Backoff
+from baton.clock import ManualClock
 from baton.config.schema import RouterConfig
 from baton.errors import (
     DeadlineError,
@@ -14,10 +16,15 @@ from baton.errors import (
     UnavailableError,
     UnreachableError,
 )
-from baton.generation import Prompt, SamplingParams, TokenSample
+from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample, WorkerLoad
 from baton.ids import RequestId, Role
 from baton.rpc.generation import prompt_from_proto
+from router.admission.admission import Admission, queue_limits
+from router.dispatch.actions import Action, SendLeg
+from router.dispatch.events import DecodeTokens, LoadReported, WorkerJoined
 from router.dispatch.retry import Fallback, RetryPolicy
+from router.generator import ClusterGenerator
+from router.inboxes import Inboxes
 from router.ports import GenerationRequest, ServedModel, Timing, Tokens
 from router.service import RouterParts, compose
 from router.service import running as running_parts
@@ -25,7 +32,7 @@ from router.slo import STANDARD
 from router.tenants.tenant import ANONYMOUS
 from router.workers.links import LinkTiming
 from tests.router.grpc_workers import FakeWorker, running
-from tests.router.known_workers import drawn
+from tests.router.known_workers import drawn, hello
 from tests.waits import WAIT_S, soon
 
 pytestmark = pytest.mark.timeout(30)
@@ -242,6 +249,110 @@ async def test_those_who_waited_for_a_worker_go_to_it_as_fast_as_it_takes_them(t
         worker.gate.set()
         await soon(asyncio.gather(*waiting))
         await worker.kill()
+
+
+@dataclass
+class SlowToSay:
+    """Workers without room; to find that takes a millisecond."""
+
+    clock: ManualClock
+    looks: int = 0
+
+    def has_room(self, request: GenerationRequest, now_s: float) -> bool:
+        self.looks += 1
+        self.clock.advance(0.001)
+        return False
+
+    def has_workers(self, now_s: float) -> bool:
+        return True
+
+    def first_token_s(self, request: GenerationRequest, now_s: float) -> float:
+        return 0.0
+
+
+async def test_with_a_queue_a_tenth_of_the_time_goes_into_looks_for_room_however_much_is_reported():
+    clock = ManualClock()
+    parts = compose(RouterConfig(), [], b"s" * 32, clock=clock)
+    capacity = SlowToSay(clock)
+    generator = ClusterGenerator(
+        dispatcher=parts.dispatcher,
+        admission=Admission(capacity, queue_limits(RouterConfig(), 10.0), clock),
+        commands=parts.membership,
+        hasher=None,
+        inboxes=Inboxes(max_bytes=1 << 20, clock=clock),
+        discovery=parts.discovery,
+        clock=clock,
+    )
+    greeting = hello("h0", Role.HYBRID)
+    generator.hear(WorkerJoined(hello=greeting, address="unix:h0"))
+    waiting = asyncio.create_task(collect(generator, job()))
+    await asyncio.sleep(0)
+    before, began_s = capacity.looks, clock.now_s()
+    for _ in range(1000):
+        generator.hear(LoadReported(worker=greeting.identity, load=WorkerLoad(running=8)))
+        clock.advance(0.0001)
+    assert capacity.looks - before <= 0.1 * (clock.now_s() - began_s) / 0.001 + 1
+    before = capacity.looks
+    generator.tick()
+    assert capacity.looks == before + 1, "a tick looks whatever was looked for before"
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_what_was_begun_and_waits_for_room_goes_before_what_waits_in_the_queue(monkeypatch):
+    clock = ManualClock()
+    commands: list[Action] = []
+    parts = compose(RouterConfig(policy="least_loaded"), [], b"s" * 32, clock=clock)
+    monkeypatch.setattr(parts.membership, "send", commands.append)
+    generator = parts.generator
+    greetings = [hello(name, Role.HYBRID, transfer_address="") for name in ("h0", "h1")]
+    workers = [greeting.identity for greeting in greetings]
+
+    def hear(*heard) -> list[SendLeg]:
+        """What these workers are sent up to the next tick, which hears them."""
+        commands.clear()
+        for worker in heard:
+            generator.hear(LoadReported(worker=worker, load=WorkerLoad()))
+        clock.advance(0.05)
+        generator.tick()
+        return [command for command in commands if isinstance(command, SendLeg)]
+
+    for greeting in greetings:
+        generator.hear(WorkerJoined(hello=greeting, address=str(greeting.identity)))
+    prompts = [
+        Prompt(prompt_tokens=(number,) * 4000, sampling=SamplingParams(max_tokens=6))
+        for number in range(5)
+    ]
+    asking = [
+        asyncio.create_task(collect(generator, replace(job(f"cmpl-{number}"), prompt=prompt)))
+        for number, prompt in enumerate(prompts)
+    ]
+    async with asyncio.timeout(WAIT_S):
+        while parts.generator.in_flight() < 5:  # noqa: ASYNC110  # the tasks begin
+            await asyncio.sleep(0)
+    assert parts.dispatcher.in_flight == 4
+    while clock.now_s() < 7.0:
+        hear()
+    assert not any(worker.legs for worker in parts.view.workers)
+    begun = hear(workers[0])
+    assert len(begun) == 2
+    assert parts.dispatcher.waits_for_room
+    generator.hear(
+        DecodeTokens(
+            worker=workers[0],
+            leg_id=begun[0].leg_id,
+            tokens=(TokenSample(sample=0, token=1, finish=FinishReason.STOP),),
+        )
+    )
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert parts.dispatcher.in_flight == 3, "none has taken the place of the one that is over"
+    (following,) = hear(workers[0])
+    assert following.request_id not in {leg.request_id for leg in begun}
+    assert parts.dispatcher.in_flight == 3
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
 
 
 async def test_who_asks_for_the_model_before_any_worker_is_here_waits_for_the_first(tmp_path):

@@ -34,6 +34,7 @@ from baton.generation import (
     WorkerLoad,
 )
 from baton.ids import LegKind, RequestId, Role
+from router.admission.capacity import MeasuredSpeed, WorkerCapacity
 from router.breaker import Circuit
 from router.dispatch.actions import (
     Emit,
@@ -66,8 +67,9 @@ from router.dispatch.events import (
     WorkerLost,
 )
 from router.dispatch.placement import Placement
-from router.dispatch.retry import RetryPolicy
+from router.dispatch.retry import MOVED_AT_ONCE, RetryPolicy
 from router.ports import GenerationRequest
+from router.routing.chains import chain_of
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
@@ -79,10 +81,10 @@ REQUEST = RequestId("cmpl-1")
 
 
 class Core:
-    """A dispatcher with a clock, checked after every event."""
+    """A dispatcher with a clock, checked after every event. Workers are filled without bound unless `bounded`."""
 
-    def __init__(self, *, policy: RetryPolicy | None = None) -> None:
-        index = PrefixIndex(max_blocks=1000)
+    def __init__(self, *, policy: RetryPolicy | None = None, bounded: bool = False) -> None:
+        self.index = index = PrefixIndex(max_blocks=1000)
         self.view = ClusterView(index)
         self.decisions = DecisionLog("prefix_affinity")
         placement = Placement(
@@ -92,6 +94,9 @@ class Core:
             secret=b"s" * 32,
             rng=Random(0),
             log=self.decisions,
+            capacity=WorkerCapacity(self.view, MeasuredSpeed(), prefill_window_tokens=4096)
+            if bounded
+            else None,
         )
         self.dispatcher = Dispatcher(
             view=self.view, placement=placement, policy=policy or RetryPolicy()
@@ -109,16 +114,25 @@ class Core:
         for name in names:
             greeting = hello(name, roles[name[0]], incarnation=incarnation)
             actions += self(WorkerJoined(hello=greeting, address=f"unix:{name}"))
-        return actions
+        return actions + self(TimePassed())
 
-    def submit(self, *, samples=(0,), max_tokens=4, timeout_s=60.0, tokens=range(10), scored=None):
+    def submit(
+        self,
+        *,
+        name=REQUEST,
+        samples=(0,),
+        max_tokens=4,
+        timeout_s=60.0,
+        tokens=range(10),
+        scored=None,
+    ):
         prompt = Prompt(
             prompt_tokens=tuple(tokens),
             samples=samples,
             sampling=SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored),
         )
         job = GenerationRequest(
-            request_id=REQUEST, prompt=prompt, timeout_s=timeout_s, arrived_s=self.now_s
+            request_id=RequestId(name), prompt=prompt, timeout_s=timeout_s, arrived_s=self.now_s
         )
         return self(job)
 
@@ -712,6 +726,66 @@ def test_a_hand_off_that_was_on_its_way_and_succeeds_makes_the_pair_whole(core):
     assert sent(core(handed_off(other)), PairRestored).prefill == p.worker
 
 
+def fail_hand_offs(core, number: int, *, to: str = "", by: str = "") -> int:
+    """Begins a request whose hand-offs to one decode worker, or by one prefill worker, fail; how many failed."""
+    failures, actions = 0, core.submit(tokens=(number,) * 3000, max_tokens=1)
+    while (prefill := legs_sent(actions, LegKind.PREFILL)) and (
+        prefill[0].worker.worker_id == by
+        or (prefill[0].permit and prefill[0].permit.target.worker_id == to)
+    ):
+        failures += 1
+        actions = core(failed(prefill[0], NO_WAY))
+    for leg in legs_sent(actions, LegKind.PREFILL):
+        core(first_tokens(leg, drawn(0, 0, 1)))
+    assert prefill, "a pair takes it in the end"
+    core.assert_empty()
+    return failures
+
+
+@pytest.mark.parametrize("ends", [{"to": "d0"}, {"by": "p0"}])
+def test_a_worker_that_no_peer_can_reach_fails_a_few_hand_offs_and_no_more_until_one_arrives(ends):
+    core = Core()
+    core.join(*(f"{role}{number}" for number in range(8) for role in "pd"))
+    (lone,) = ends.values()
+    busy = WorkerLoad(running=4, prefill_tokens_pending=50_000)
+    for worker in core.view.workers:
+        if worker.identity.worker_id != lone:
+            core(LoadReported(worker=worker.identity, load=busy))
+    failures = [fail_hand_offs(core, number, **ends) for number in range(40)]
+    assert sum(failures) == 3
+    assert any("cut off" in str(entry) for entry in core.dispatcher.story(lone))
+    everybody = [worker.identity.worker_id for worker in core.view.workers]
+    to = probe(core, 1.5, *everybody)
+    assert lone in (to.worker.worker_id, to.target.worker_id)
+    sent(core(probed(to)), PairRestored)
+    restored = core.view.find(lone)
+    assert restored is not None
+    assert restored.takes_kv or restored.can_prefill
+
+
+def test_where_two_p_cannot_reach_d_another_d_takes_a_long_prompt(core):
+    core.join("p0", "p1", "p2", "d0", "d1")
+    p, d = start_pair(core, tokens=range(3000))
+    other = sent(core(failed(p, NO_WAY)), LegKind.PREFILL)
+    assert other.permit.target == d.worker
+    third = sent(core(failed(other, NO_WAY)), LegKind.PREFILL)
+    assert third.permit.target != d.worker
+
+
+def test_a_hand_off_that_failed_leaves_its_d_without_the_prompt_as_far_as_is_known(core):
+    core.join("p0", "p1", "d0")
+    p, _ = start_pair(core, tokens=range(40))
+    chain = chain_of(b"s" * 32, p.prompt, layout())
+
+    def held(worker):
+        return core.index.held_blocks(chain, core.now_s).get(core.view.find(worker).slot, 0)
+
+    assert held(p.worker.worker_id) == held("d0") == 10
+    again = sent(core(failed(p, NO_WAY)), LegKind.PREFILL)
+    core(failed(again, NO_WAY))
+    assert (held("d0"), held("p0"), held("p1")) == (0, 10, 10)
+
+
 def test_the_link_to_a_worker_that_is_gone_is_not_probed(core):
     core.join("p0", "d0")
     p, d = start_pair(core)
@@ -879,8 +953,8 @@ def test_a_suspected_worker_is_used_again_when_it_is_heard(core):
     actions = core.pass_time_hearing(7.0)
     assert cancelled(actions) == {first.leg_id}
     assert not legs_sent(actions, LegKind.GENERATE)
-    again = core(LoadReported(worker=first.worker, load=WorkerLoad()))
-    assert sent(again, LegKind.GENERATE).worker == first.worker
+    core(LoadReported(worker=first.worker, load=WorkerLoad()))
+    assert sent(core.pass_time(0.05), LegKind.GENERATE).worker == first.worker
     assert core(decoded(first, drawn(0, 0, 4))) == []
 
 
@@ -896,6 +970,85 @@ def test_a_router_that_slept_suspects_nobody(core):
     core.pass_time_hearing(4.0, "h0")
     assert core.pass_time(30.0) == []
     assert core.pass_time_hearing(4.0) == []
+
+
+def test_a_worker_that_was_suspected_before_the_router_slept_is_suspected_after_it(core):
+    core.join("h0", "h1")
+    core.pass_time_hearing(6.0, "h1")
+    assert core.pass_time(30.0) == []
+    assert sent(core.submit(), LegKind.GENERATE).worker.worker_id == "h1"
+
+
+def test_requests_outlive_a_silence_of_all_workers_however_often_the_router_stalls_meanwhile():
+    core = Core(policy=RetryPolicy(max_attempts=2))
+    core.join("h0", "h1")
+    for number in range(10):
+        local = sent(core.submit(name=f"r{number}"), LegKind.GENERATE)
+        core(decoded(local, drawn(0, 0, 4)))
+    core.pass_time_hearing(6.0)
+    for _ in range(5):
+        assert core.pass_time(4.0) == []
+    for worker in core.view.workers:
+        core(LoadReported(worker=worker.identity, load=WorkerLoad()))
+    assert len(legs_sent(core.pass_time(0.05), LegKind.GENERATE)) == 10
+
+
+def test_of_many_workers_that_fall_silent_at_once_each_tick_moves_the_requests_of_a_few(core):
+    core.join(*(f"h{number}" for number in range(40)), "h40")
+    for number in range(5 * MOVED_AT_ONCE):
+        core.submit(name=f"r{number}", tokens=range(number, number + 10))
+    most = max(worker.legs for worker in core.view.workers)
+    core.pass_time_hearing(5.0, "h40")
+    ticks = 0
+    while moved := legs_sent(core.pass_time(0.05), LegKind.GENERATE):
+        assert len(moved) < MOVED_AT_ONCE + most
+        heard(core, "h40")
+        ticks += 1
+    assert ticks >= 4
+    assert core.view.find("h40").legs == core.dispatcher.in_flight == 5 * MOVED_AT_ONCE
+
+
+def all_silent(*names: str, requests: int) -> Core:
+    """Workers that were all suspected, and the requests that wait for one of them."""
+    core = Core(bounded=True)
+    core.join(*names)
+    for number in range(requests):
+        core.submit(name=f"r{number}", tokens=range(number, number + 2000), timeout_s=600.0)
+    for _ in range(20):
+        core.pass_time_hearing(0.5)
+    assert not any(worker.legs for worker in core.view.workers)
+    return core
+
+
+def heard(core, *names: str):
+    for name in names:
+        core(LoadReported(worker=core.view.find(name).identity, load=WorkerLoad()))
+
+
+def test_the_first_worker_that_is_heard_again_is_not_sent_what_all_others_had():
+    names = [f"h{number}" for number in range(8)]
+    core = all_silent(*names, requests=24)
+    heard(core, "h0")
+    assert len(legs_sent(core.pass_time(0.05), LegKind.GENERATE)) == 3, "a window of prompts"
+    assert core.dispatcher.waits_for_room
+    heard(core, *names)
+    core.pass_time(0.05)
+    assert [worker.legs for worker in core.view.workers] == [3] * 8
+    assert not core.dispatcher.waits_for_room
+
+
+def test_requests_that_wait_for_room_are_all_served_by_the_one_worker_that_is_left():
+    core = all_silent("h0", "h1", requests=20)
+    served = 0
+    while core.dispatcher.in_flight:
+        heard(core, "h0")
+        actions = core.pass_time(0.9)
+        for leg in legs_sent(actions, LegKind.GENERATE):
+            assert leg.worker.worker_id == "h0"
+            core(decoded(leg, *(drawn(0, index, 4) for index in range(4))))
+            served += 1
+    assert served == 20, "also those that waited for longer than they would for a worker"
+    core.assert_empty()
 
 
 def test_the_timing_tells_retries_from_resumptions(core):
@@ -1099,7 +1252,8 @@ def test_a_job_waits_until_a_draining_worker_is_back(core):
     (worker,) = core.view.workers
     core(LoadReported(worker=worker.identity, load=WorkerLoad(draining=True)))
     assert core.submit() == []
-    assert sent(core(LoadReported(worker=worker.identity, load=WorkerLoad())), LegKind.GENERATE)
+    core(LoadReported(worker=worker.identity, load=WorkerLoad()))
+    assert sent(core.pass_time(0.05), LegKind.GENERATE)
 
 
 def test_a_client_that_leaves_cancels_both_legs(core):
@@ -1360,6 +1514,7 @@ def test_the_story_of_a_worker_tells_when_and_why_it_was_left_out(core):
     worker = sent(core.submit(), LegKind.GENERATE).worker
     core.pass_time_hearing(7.0)
     core(LoadReported(worker=worker, load=WorkerLoad()))
+    core.pass_time(0.05)
     core(LoadReported(worker=worker, load=WorkerLoad(draining=True)))
     core(LoadReported(worker=worker, load=WorkerLoad(draining=True)))
     core(WorkerLost(worker=worker, reason="it went away"))

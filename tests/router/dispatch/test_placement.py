@@ -2,6 +2,7 @@ from random import Random
 
 import pytest
 
+from baton.errors import IncompatibleError
 from baton.generation import Prompt, SamplingParams
 from baton.ids import RequestId, Role
 from router.admission.capacity import MeasuredSpeed, WorkerCapacity
@@ -111,3 +112,43 @@ def test_while_all_decode_workers_are_full_a_prefill_worker_without_a_prompt_kee
     assert chosen() == ("p1", "p1", RouteKind.ON_PREFILL)
     workers["p1"].decode_sequences = 2
     assert chosen()[1] in ("d0", "d1"), "a request that was admitted continues on any"
+
+
+class CountedPolicy:
+    """The usual policy; counts how often it is asked for a pair."""
+
+    uses_prefix, uses_session = True, False
+
+    def __init__(self) -> None:
+        self._policy = policy_named("predictive")
+        self.asked = 0
+
+    def pair(self, workers, demand, rng):
+        self.asked += 1
+        return self._policy.pair(workers, demand, rng)
+
+    def prefiller(self, workers, decode, demand, rng):
+        return self._policy.prefiller(workers, decode, demand, rng)
+
+
+@pytest.mark.parametrize(("broken", "chosen", "asked"), [(39, "d0", 2), (40, "d1", 2)])
+def test_a_decode_worker_whose_pairs_are_broken_is_left_out_at_one_look(broken, chosen, asked):
+    index, policy = PrefixIndex(), CountedPolicy()
+    view = ClusterView(index)
+    prefillers = [view.join(hello(f"p{n}", Role.PREFILL), f"p{n}", 0.0) for n in range(40)]
+    roomy = [hello(f"d{n}", Role.DECODE, num_blocks=1000) for n in range(2)]
+    decoders = [view.join(greeting, str(greeting.identity), 0.0) for greeting in roomy]
+    decoders[1].foreign_sequences = 4
+    prefillers[39].foreign_prefill_tokens = 1000  # the best are those that cannot reach d0
+    does_not_fit = IncompatibleError("dtype: float32 here", param="dtype")
+    for prefill in prefillers[:broken]:
+        view.link_failed(prefill.identity, decoders[0].identity, does_not_fit, 0.0)
+    placement = Placement(view=view, index=index, policy=policy, secret=b"s" * 32, rng=Random(0))
+    prompt = Prompt(prompt_tokens=tuple(range(1000)), sampling=SamplingParams())
+    job = RequestState(
+        GenerationRequest(request_id=RequestId("r"), prompt=prompt, timeout_s=9.0), 0.0
+    )
+    pair = placement.choose(job, prompt, frozenset(), 0.0)
+    assert isinstance(pair, Pair)
+    assert (pair.decode.identity.worker_id, pair.kind) == (chosen, RouteKind.PAIR)
+    assert policy.asked == asked

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import IncompatibleError, UnreachableError
-from baton.ids import Incarnation, WorkerId, WorkerIdentity
-from router.routing.pairs import BrokenPairs, ProbeOutcome
+from baton.ids import Incarnation, Role, WorkerId, WorkerIdentity
+from router.routing.pairs import BrokenPairs, PairKey, ProbeOutcome
 
 
 def worker(name: str, incarnation: int = 1) -> WorkerIdentity:
@@ -84,14 +84,85 @@ def test_a_pair_that_does_not_fit_is_never_probed(pairs: BrokenPairs):
 
 
 def test_probes_at_once_are_bounded_and_the_longest_due_come_first(pairs: BrokenPairs):
-    others = [worker(f"q{number}") for number in range(100)]
-    for number, other in enumerate(others):
-        pairs.failed(other, D, NO_WAY, float(10 * number))
+    broken = [(worker(f"p{number}"), worker(f"d{number}")) for number in range(100)]
+    for number, pair in enumerate(broken):
+        pairs.failed(*pair, NO_WAY, float(10 * number))
     first = pairs.due(2000.0)
-    assert first == [(other, D) for other in others[:32]]
+    assert first == broken[:32]
     assert pairs.due(2000.1) == []
-    pairs.probed(others[0], D, None, 2000.2)
-    assert pairs.due(2000.3) == [(others[32], D)]
+    pairs.probed(*broken[0], None, 2000.2)
+    assert pairs.due(2000.3) == [broken[32]]
+
+
+PEERS = [worker(f"p{number}") for number in range(6)]
+
+
+@pytest.fixture(params=[Role.DECODE, Role.PREFILL])
+def side(request: pytest.FixtureRequest) -> Role:
+    asked: Role = request.param
+    return asked
+
+
+def pair_of(lone: WorkerIdentity, peer: WorkerIdentity, side: Role) -> PairKey:
+    return (peer, lone) if side is Role.DECODE else (lone, peer)
+
+
+def cut_off(side: Role) -> BrokenPairs:
+    """With D, whose hand-offs failed with the first three of its peers."""
+    pairs = BrokenPairs(rng=Random(0), peers=lambda _end, _now_s: PEERS)
+    for peer in PEERS[:3]:
+        assert not pairs.cuts_off(D, side)
+        pairs.failed(*pair_of(D, peer, side), NO_WAY, 0.0)
+    return pairs
+
+
+def test_a_worker_that_fails_with_several_peers_in_a_row_is_nobodys_pair(side: Role):
+    pairs = cut_off(side)
+    assert pairs.cuts_off(D, side)
+    assert not any(pairs.allows(*pair_of(D, peer, side)) for peer in PEERS)
+    assert all(pairs.allows(*pair_of(Q, peer, side)) for peer in PEERS)
+
+
+def test_one_link_of_a_worker_that_is_cut_off_is_tried_at_a_time_and_any_that_carries_ends_it(
+    side: Role,
+):
+    pairs, now_s = cut_off(side), 0.0
+    tried: set[PairKey] = set()
+    while not tried & {pair_of(D, peer, side) for peer in PEERS[3:]}:
+        (pair,) = pairs.due(now_s := now_s + 20.0)
+        assert pairs.due(now_s) == []
+        assert not pairs.probed(*pair, NO_WAY, now_s)
+        tried.add(pair)
+    (pair,) = pairs.due(now_s + 20.0)
+    assert pairs.probed(*pair, None, now_s + 21.0)
+    assert not pairs.cuts_off(D, side)
+    assert pairs.allows(*pair)
+    assert pairs.allows(*pair_of(D, PEERS[5], side))
+    assert not pairs.allows(*pair_of(D, PEERS[0], side)) or pair == pair_of(D, PEERS[0], side)
+
+
+def test_a_success_in_between_and_what_does_not_fit_cut_nobody_off(side: Role):
+    pairs = BrokenPairs(rng=Random(0))
+    for peer in PEERS[:2]:
+        pairs.failed(*pair_of(D, peer, side), NO_WAY, 0.0)
+    pairs.succeeded(*pair_of(D, PEERS[5], side))
+    for peer in PEERS[2:4]:
+        pairs.failed(*pair_of(D, peer, side), NO_WAY, 0.0)
+    pairs.failed(*pair_of(D, PEERS[4], side), IncompatibleError("dtype", param="dtype"), 0.0)
+    assert not pairs.cuts_off(D, side)
+
+
+def test_those_that_failed_with_a_worker_that_is_cut_off_have_no_mark_of_it(side: Role):
+    lone = [worker(f"d{number}") for number in range(4)]
+    pairs = BrokenPairs(rng=Random(0))
+    for one in lone:
+        for peer in PEERS[:3]:
+            pairs.failed(*pair_of(one, peer, side), NO_WAY, 0.0)
+    assert all(pairs.cuts_off(one, side) for one in lone)
+    other = Role.PREFILL if side is Role.DECODE else Role.DECODE
+    assert not any(pairs.cuts_off(peer, other) for peer in PEERS)
+    pairs.forget(lone[0])
+    assert not pairs.cuts_off(lone[0], side)
 
 
 @given(
