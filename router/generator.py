@@ -43,6 +43,7 @@ from router.dispatch.events import (
     LoadReported,
     Pooled,
     Prefilled,
+    RoleChanged,
     StepTokens,
     StopSample,
     TimePassed,
@@ -267,8 +268,8 @@ class ClusterGenerator:
             self._perform(action)
         if isinstance(event, WorkerJoined):
             self._discovery.worker_joined(event.hello)
-        elif isinstance(event, WorkerLost):
-            self._discovery.worker_lost()
+        elif isinstance(event, WorkerLost | RoleChanged):
+            self._discovery.workers_changed()
         if isinstance(event, _FREES_CAPACITY):
             self._admit()
 

@@ -35,8 +35,8 @@ class ModelDiscovery:
         self._model = _served_by(self._connected() or [hello])
         self._wake()
 
-    def worker_lost(self) -> None:
-        """A worker is connected no more; what it could not serve, the others may."""
+    def workers_changed(self) -> None:
+        """A worker is connected no more, or has another role; what it could not serve, the others may."""
         if connected := self._connected():
             self._model = _served_by(connected)
 
@@ -80,9 +80,12 @@ class ModelDiscovery:
 
 
 def _served_by(workers: Sequence[WorkerHello]) -> ServedModel:
-    """What each of them can serve. How long texts may be is up to those that decode: a prefill worker has the prompt."""
+    """What can be served. How long texts may be is up to those that decode, each of them, and how many samples of a
+    prompt to the one that decodes most: what another worker cannot hold it is not given.
+    """
     decoders = [hello for hello in workers if hello.role.decodes] or workers
     return ServedModel(
         max_model_len=min(hello.max_model_len for hello in decoders),
+        max_samples=max(hello.max_num_seqs for hello in decoders),
         vocab_size=min(hello.vocab_size for hello in workers),
     )

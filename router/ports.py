@@ -146,10 +146,12 @@ class ServedModel:
 
     Attributes:
         max_model_len: Prompt and output together, in tokens.
+        max_samples: Of one prompt.
         vocab_size: Token ids lie below it.
     """
 
     max_model_len: int
+    max_samples: int
     vocab_size: int
 
 

@@ -18,7 +18,7 @@ from baton.tokens import PackedTokens
 from router.ports import ServedModel
 
 SECRET = bytes(32)
-MODEL = ServedModel(max_model_len=131_072, vocab_size=128_256)
+MODEL = ServedModel(max_model_len=131_072, max_samples=256, vocab_size=128_256)
 _LAYOUT = KvLayout(
     model_fingerprint="bench",
     dtype="bfloat16",

@@ -71,20 +71,27 @@ class Placement:
         self, request: RequestState, prompt: Prompt, avoid: Set[WorkerIdentity], now_s: float
     ) -> Pair | Unavailable:
         """The pair for `prompt`, one of the request's; the choice is expected to hold its blocks soon."""
-        usable = self._view.usable(now_s)
+        usable: Sequence[WorkerView] = self._view.usable(now_s)
         if avoid:
             usable = tuple(worker for worker in usable if worker.identity not in avoid)
         if not usable:
             self.log.refused()
             return Unavailable(reason="no worker is available")
+        usable, small = self._by_size(usable, prompt)
+        if len(small) == len(usable):
+            self.log.refused()
+            return Unavailable(reason="no worker that is available has room for so long a text")
         demand = self._demand(request, prompt, now_s)
+        if small:
+            demand = replace(demand, full=small)
         chosen = self._connected_pair(usable, demand)
         if isinstance(chosen, Pair) and not self._has_capacity(chosen.decode, request, prompt):
             # The best of all workers, if it has capacity, is the best of those that have it:
             # nearly always no other need be asked.
-            full = self._full(request, prompt, usable)
-            kept = None if full else self._kept_on_prefill(request, prompt, usable)
-            chosen = kept or self._connected_pair(usable, replace(demand, full=full))
+            whole = [worker for worker in usable if worker.identity not in small]
+            full = self._full(request, prompt, whole)
+            kept = None if full else self._kept_on_prefill(request, prompt, whole)
+            chosen = kept or self._connected_pair(usable, replace(demand, full=full | small))
         if isinstance(chosen, Unavailable):
             self.log.refused()
             return chosen
@@ -98,7 +105,7 @@ class Placement:
         worker = self._view.find(identity.worker_id)
         if worker is None or worker.identity != identity:
             return None
-        if worker not in self._view.usable(now_s):
+        if worker not in self._view.usable(now_s) or not worker.holds(*_whole_text(prompt)):
             return None
         pair = Pair(prefill=worker, decode=worker)
         return _with_work(pair, self._demand(request, prompt, now_s))
@@ -114,7 +121,8 @@ class Placement:
         """`decode` with another worker that can prefill `prompt` for it, if there is one: it is to do so, and is
         expected to hold the prompt's blocks soon.
         """
-        usable = self._prefillers_for(decode, avoid, now_s)
+        connected = self._prefillers_for(decode, avoid, now_s)
+        usable, _ = self._by_size(connected, prompt)
         if not usable:
             return None
         demand = self._demand(request, prompt, now_s)
@@ -219,6 +227,18 @@ class Placement:
                 workers = [w for w in workers if w is decode or not w.can_prefill]
             chosen = self._policy.pair(workers, demand, self._rng)
         return chosen
+
+    def _by_size(
+        self, workers: Sequence[WorkerView], prompt: Prompt
+    ) -> tuple[Sequence[WorkerView], Set[WorkerIdentity]]:
+        """Those of `workers` that can hold `prompt`, and which of these cannot hold its output beside it: some may have
+        less memory than those whose length is served.
+        """
+        tokens, samples = _whole_text(prompt)
+        if self._view.all_hold(tokens, samples):
+            return workers, frozenset()
+        able = tuple(w for w in workers if w.holds(prompt.num_tokens + 1, samples))
+        return able, frozenset(w.identity for w in able if not w.holds(tokens, samples))
 
     def _prefillers_for(
         self, decode: WorkerView, avoid: Set[WorkerIdentity], now_s: float
@@ -334,3 +354,8 @@ def _with_work(pair: Pair, demand: Demand) -> Pair:
     if pair.predicted is not None or not pair.prefill.forecast.knows_prefill:
         return pair
     return replace(pair, measured_s=prefill_work(pair.prefill, demand).busy_s)
+
+
+def _whole_text(prompt: Prompt) -> tuple[int, int]:
+    """Tokens that each sample may come to, prompt and all, and how many samples there are."""
+    return len(prompt.prompt_tokens) + prompt.sampling.max_tokens, len(prompt.samples)

@@ -43,7 +43,7 @@ class FakeGenerator:
 
     script: Sequence[Sequence[int]] = ((0,),)
     served: ServedModel | None = field(
-        default_factory=lambda: ServedModel(max_model_len=512, vocab_size=512)
+        default_factory=lambda: ServedModel(max_model_len=512, max_samples=256, vocab_size=512)
     )
     eos_token: int | None = None
     fault: BatonError | None = None

@@ -216,6 +216,9 @@ class RequestPlanner:
         tokens = _truncated(tokens, body, model)
         if not tokens:
             raise InvalidRequestError("The prompt has no tokens.", param=body.prompt_field)
+        if body.num_samples > model.max_samples:
+            message = f"n: The workers run at most {model.max_samples} samples of a prompt at once, not {body.num_samples}."
+            raise InvalidRequestError(message, param="n")
         sampling = sampling_params(
             body,
             self._defaults,

@@ -197,6 +197,12 @@ class WorkerView(WorkerRecord):
         self.foreign_prefill_tokens = max(0, load.prefill_tokens_pending - self.prefill_tokens)
         self.foreign_sequences = max(0, load.running + load.waiting - own)
 
+    def holds(self, tokens: int, samples: int) -> bool:
+        """Whether it can have so many samples of a text of that length, however empty it is: prompt and output together,
+        or a prompt with its first token. A worker refuses what it never could.
+        """
+        return tokens <= self.hello.max_model_len and samples <= self.hello.max_num_seqs
+
     def stalled(self, now_s: float, timeout_s: float) -> bool:
         """Whether it holds work of this router and has shown no progress for `timeout_s`."""
         return self.legs > 0 and now_s - self.progress_s > timeout_s
@@ -246,6 +252,7 @@ class ClusterView:
         self._story = StoryLog("circuit")
         self._groups: dict[KvLayout, int] = {}
         self._layouts: dict[int, KvLayout] | None = None
+        self._least_tokens = self._least_samples = 0
         self._fleet = Fleet()
         self.broken_pairs = BrokenPairs(peers=self._peers)
         self.pools = PoolNodes(index, self._workers.values)
@@ -373,6 +380,10 @@ class ClusterView:
         trusted = tuple(worker for worker in ready if worker.breaker.allows(now_s))
         return trusted or ready or self._between_roles(heard_s)
 
+    def all_hold(self, tokens: int, samples: int) -> bool:
+        """Whether each of the workers `holds` that. None is looked at."""
+        return tokens <= self._least_tokens and samples <= self._least_samples
+
     def suspected(self, worker: WorkerView, now_s: float) -> bool:
         """Whether it has been silent for too long."""
         return worker.silent(now_s, self._silence_timeout_s)
@@ -473,6 +484,9 @@ class ClusterView:
 
     def _count_workers(self) -> None:
         """A worker came, went or changed its role."""
+        hellos = [worker.hello for worker in self._workers.values()]
+        self._least_tokens = min((hello.max_model_len for hello in hellos), default=0)
+        self._least_samples = min((hello.max_num_seqs for hello in hellos), default=0)
         self._everybody = tuple(self._workers.values())
         self._ready_until_s = float("-inf")
         self._layouts = None

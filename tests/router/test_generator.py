@@ -361,7 +361,7 @@ async def test_who_asks_for_the_model_before_any_worker_is_here_waits_for_the_fi
         asking = asyncio.create_task(generator.model(wait=True))
         assert await generator.model() is None
         await worker.start()
-        assert await asking == ServedModel(max_model_len=4096, vocab_size=1000)
+        assert await asking == ServedModel(max_model_len=4096, max_samples=8, vocab_size=1000)
         await worker.kill()
 
 
@@ -376,7 +376,7 @@ async def test_before_any_worker_was_here_no_more_wait_for_the_first_than_may_wa
         await asyncio.wait(asking[:1])
         asking.append(asyncio.create_task(generator.model(wait=True)))
         await worker.start()
-        served = ServedModel(max_model_len=4096, vocab_size=1000)
+        served = ServedModel(max_model_len=4096, max_samples=8, vocab_size=1000)
         assert await soon(asyncio.gather(*asking[1:])) == [served, served]
         await worker.kill()
 
@@ -463,7 +463,9 @@ async def test_a_draining_generator_finishes_what_it_has_and_takes_nothing_new(t
 async def test_the_served_model_is_what_all_workers_can_take(tmp_path):
     async with running(tmp_path, h0=Role.HYBRID) as workers, composed(workers) as parts:
         generator = parts.generator
-        assert await generator.model() == ServedModel(max_model_len=4096, vocab_size=1000)
+        assert await generator.model() == ServedModel(
+            max_model_len=4096, max_samples=8, vocab_size=1000
+        )
         assert parts.status.ready()
         assert parts.status.healthy()
 
@@ -485,9 +487,9 @@ async def test_what_a_worker_cannot_serve_is_served_once_it_is_lost(tmp_path):
         await small.start()
         async with composed(workers) as parts:
             model = parts.generator.model
-            assert await model() == ServedModel(max_model_len=512, vocab_size=1000)
+            assert await model() == ServedModel(max_model_len=512, max_samples=8, vocab_size=1000)
             await lose(small, parts)
-            assert await model() == ServedModel(max_model_len=4096, vocab_size=1000)
+            assert await model() == ServedModel(max_model_len=4096, max_samples=8, vocab_size=1000)
 
 
 async def test_how_long_texts_may_be_is_up_to_those_that_decode(tmp_path):
@@ -501,7 +503,23 @@ async def test_how_long_texts_may_be_is_up_to_those_that_decode(tmp_path):
             assert (await parts.generator.model()).max_model_len == 4096
 
 
+async def test_how_long_texts_may_be_follows_a_worker_that_decodes_from_now_on(tmp_path):
+    async with running(tmp_path, d0=Role.DECODE) as workers:
+        changes = {"max_model_len": 512}
+        small = FakeWorker("p0", Role.PREFILL, tmp_path, peers=workers, changes=changes)
+        workers["p0"] = small
+        await small.start()
+        async with composed(workers) as parts:
+            assert (await parts.generator.model()).max_model_len == 4096
+            small.greet_again(role=Role.DECODE)
+            async with asyncio.timeout(WAIT_S):
+                while (await parts.generator.model()).max_model_len != 512:
+                    await asyncio.sleep(0.005)
+
+
 async def test_without_workers_the_served_model_is_that_of_the_last_one(tmp_path):
     async with running(tmp_path, h0=Role.HYBRID) as workers, composed(workers) as parts:
         await lose(workers["h0"], parts)
-        assert await parts.generator.model() == ServedModel(max_model_len=4096, vocab_size=1000)
+        assert await parts.generator.model() == ServedModel(
+            max_model_len=4096, max_samples=8, vocab_size=1000
+        )

@@ -92,7 +92,7 @@ async def test_a_text_of_the_longest_tokens_only_may_fill_the_context():
     async with serve() as served:
         vocab = served.tokenizer.backend.get_vocab()
         longest = max(vocab, key=len)
-        served.generator.served = ServedModel(max_model_len=3, vocab_size=512)
+        served.generator.served = ServedModel(max_model_len=3, max_samples=256, vocab_size=512)
         reply = await served.complete(prompt=longest * 2, max_tokens=1)
         assert reply.status_code == 200
         assert served.generator.requests[0].prompt.prompt_tokens == (vocab[longest],) * 2

@@ -4,14 +4,14 @@ import pytest
 
 from baton.errors import IncompatibleError
 from baton.generation import Prompt, SamplingParams
-from baton.ids import RequestId, Role
+from baton.ids import RequestId, Role, WorkerId
 from router.admission.capacity import MeasuredSpeed, WorkerCapacity
 from router.dispatch.placement import Placement
 from router.dispatch.request import RequestState
 from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
-from router.routing.policy import Pair, RouteKind
+from router.routing.policy import Pair, RouteKind, Unavailable
 from router.routing.view import ClusterView
 from tests.router.known_workers import hello
 
@@ -152,3 +152,79 @@ def test_a_decode_worker_whose_pairs_are_broken_is_left_out_at_one_look(broken, 
     assert isinstance(pair, Pair)
     assert (pair.decode.identity.worker_id, pair.kind) == (chosen, RouteKind.PAIR)
     assert policy.asked == asked
+
+
+class OfTwoSizes:
+    """Two prefill workers and a decode worker, where p0 has room for 256 tokens and 4 samples."""
+
+    def __init__(self, policy: str) -> None:
+        index = PrefixIndex()
+        self.view = ClusterView(index)
+        self.small = hello("p0", Role.PREFILL, max_model_len=257, max_num_seqs=4)
+        greetings = (self.small, hello("p1", Role.PREFILL), hello("d0", Role.DECODE))
+        self.workers = {
+            greeting.identity.worker_id: self.view.join(greeting, "unix:w", 0.0)
+            for greeting in greetings
+        }
+        self.placement = Placement(
+            view=self.view,
+            index=index,
+            policy=policy_named(policy),
+            secret=b"s" * 32,
+            rng=Random(0),
+        )
+
+    def choose(
+        self, num_tokens: int, *, samples: int = 1, first: int = 0
+    ) -> tuple[str, str] | Unavailable:
+        prompt = Prompt(
+            prompt_tokens=tuple(range(first, first + num_tokens)),
+            samples=tuple(range(samples)),
+            sampling=SamplingParams(max_tokens=3000),
+        )
+        asked = GenerationRequest(request_id=RequestId("r"), prompt=prompt, timeout_s=9.0)
+        pair = self.placement.choose(RequestState(asked, 0.0), prompt, frozenset(), 0.0)
+        if isinstance(pair, Unavailable):
+            return pair
+        return pair.prefill.identity.worker_id, pair.decode.identity.worker_id
+
+    def lose(self, *names: str) -> None:
+        for name in names:
+            self.view.lose(self.workers[WorkerId(name)].identity)
+
+
+POLICIES = pytest.mark.parametrize(
+    "policy", ["predictive", "prefix_affinity", "least_loaded", "round_robin", "random"]
+)
+
+
+@POLICIES
+def test_a_worker_is_given_no_prompt_that_it_could_never_hold(policy):
+    sizes = OfTwoSizes(policy)
+    for first in range(20):
+        assert sizes.choose(300, first=first) in (("p1", "d0"), ("d0", "d0"))
+        assert sizes.choose(100, samples=5, first=first) in (("p1", "d0"), ("d0", "d0"))
+    fresh = range(1000, 50_000, 1000)
+    assert ("p0", "d0") in {sizes.choose(256, samples=4, first=first) for first in fresh}
+    sizes.lose("p1")
+    assert sizes.choose(300) == ("d0", "d0")
+
+
+@POLICIES
+def test_a_text_whose_output_no_worker_that_is_left_can_hold_waits_for_one_that_can(policy):
+    sizes = OfTwoSizes(policy)
+    sizes.lose("d0")
+    assert sizes.choose(100) == ("p1", "p1")
+    sizes.lose("p1")
+    assert isinstance(sizes.choose(100), Unavailable)
+
+
+def test_who_takes_over_a_prompt_can_hold_it():
+    sizes = OfTwoSizes("prefix_affinity")
+    prompt = Prompt(prompt_tokens=tuple(range(300)), sampling=SamplingParams(max_tokens=9))
+    asked = GenerationRequest(request_id=RequestId("r"), prompt=prompt, timeout_s=9.0)
+    decode, gone = sizes.workers[WorkerId("d0")], sizes.workers[WorkerId("p1")].identity
+    request = RequestState(asked, 0.0)
+    assert sizes.placement.another_pair(request, prompt, decode, frozenset(), 0.0) is not None
+    assert sizes.placement.another_pair(request, prompt, decode, {gone}, 0.0) is None
+    assert sizes.placement.single_worker(request, prompt, sizes.small.identity, 0.0) is None

@@ -267,7 +267,7 @@ async def test_a_suffix_needs_a_model_that_fills_in_middles():
 
 async def test_more_figures_about_prompts_than_may_wait_are_refused():
     async with serve() as served:
-        served.generator.served = ServedModel(max_model_len=2**20, vocab_size=512)
+        served.generator.served = ServedModel(max_model_len=2**20, max_samples=256, vocab_size=512)
         prompt = [5] * (2**17 // 3 + 1)
         reply = await served.complete(prompt=prompt, prompt_logprobs=2)
         _assert_refused(reply, 400, "invalid_request", "prompt_logprobs")
@@ -554,6 +554,6 @@ async def test_reasons_for_an_end_are_all_words_that_clients_are_told_of():
 
 async def test_a_served_model_without_room_is_not_a_crash():
     async with serve() as served:
-        served.generator.served = ServedModel(max_model_len=1, vocab_size=512)
+        served.generator.served = ServedModel(max_model_len=1, max_samples=256, vocab_size=512)
         reply = await served.chat()
         _assert_refused(reply, 400, "context_length_exceeded", "messages")

@@ -13,7 +13,7 @@ from tests.router.served import serve
 
 def spacious() -> FakeGenerator:
     """Of a model that more beams would fit than one message can tell."""
-    return FakeGenerator(served=ServedModel(max_model_len=2**20, vocab_size=512))
+    return FakeGenerator(served=ServedModel(max_model_len=2**20, max_samples=256, vocab_size=512))
 
 
 @pytest.mark.parametrize(

@@ -451,7 +451,7 @@ async def test_an_echo_scores_the_prompt_where_tokens_are_scored():
 
 async def test_a_long_message_is_not_repeated_with_very_many_choices():
     async with serve() as served:
-        served.generator.served = ServedModel(max_model_len=2**20, vocab_size=512)
+        served.generator.served = ServedModel(max_model_len=2**20, max_samples=256, vocab_size=512)
         long = [{"role": "assistant", "content": "a" * 20_000}]
         reply = await served.chat(messages=long, echo=True, n=128)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n")
@@ -512,3 +512,12 @@ async def test_a_stream_comes_in_steps_of_as_many_tokens_as_asked_for():
             served.tokenizer.backend.encode(shown[0], add_special_tokens=False).ids
             == (served.generator.script[0][:1])
         )
+
+
+async def test_more_samples_than_workers_run_at_once_are_refused():
+    async with serve() as served:
+        served.generator.served = ServedModel(max_model_len=512, max_samples=3, vocab_size=512)
+        reply = await served.chat(n=4)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n")
+        assert "at most 3" in reply.json()["error"]["message"]
+        assert (await served.chat(n=3)).status_code == 200
