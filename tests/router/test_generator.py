@@ -513,7 +513,7 @@ async def test_how_long_texts_may_be_follows_a_worker_that_decodes_from_now_on(t
             assert (await parts.generator.model()).max_model_len == 4096
             small.greet_again(role=Role.DECODE)
             async with asyncio.timeout(WAIT_S):
-                while (await parts.generator.model()).max_model_len != 512:
+                while (await parts.generator.model()).max_model_len != 512:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
 
 
