@@ -12,7 +12,8 @@ the rest of it the loop waited for Python's lock, or for nothing. `ATTACK_comple
 whole completions, which may also wait for a free worker and count in no stall; `ATTACK_memory_mb`, the router's largest
 resident memory while it ran, less what it holds when idle after its start; `ATTACK_children_mb`, the largest of its
 child processes together (chat templates, long texts); `ATTACK_status`, the HTTP status of the last reply (0: closed
-without one); and `ATTACK_canary_failed`, how many of the canary's requests were not answered with 200. `worst_stall_ms` and its like are the largest of all attacks. `trailer_names_request`: 1 if a request id
+without one); and `ATTACK_canary_failed`, how many of the canary's requests were not answered with 200.
+`worst_stall_ms` and its like are the largest of all attacks. `trailer_names_request`: 1 if a request id
 in a trailer came back as that of the request.
 """
 

@@ -79,8 +79,8 @@ class SteppedEngine:
         return self._scheduler.load().preemptions
 
     def submit(self, seq_id: SeqId, prompt: Prompt, *, arrived_s: float | None = None) -> None:
-        """A request comes now; or came at `arrived_s`, during the step that has just ended, and is taken up only now, as
-        by the engine's loop.
+        """A request comes now; or came at `arrived_s`, during the step that has just ended, and is taken up only now,
+        as by the engine's loop.
         """
         self.lives[seq_id] = Life(arrived_s=self.now_s if arrived_s is None else arrived_s)
         refused = self._scheduler.handle(Generate(seq_id=seq_id, prompt=prompt), self.now_s)
