@@ -111,7 +111,7 @@ class FamilyParser(OutputReader):
     def _read_bare_calls(self) -> Reading[None]:
         """Calls that are all of the output; what names no tool is for the user."""
         assert self._tools is not None
-        self._unsettled = []
+        self._begin_unsettled()
         yield from self._skip_blanks()
         if self._tools.shape is CallShape.PYTHON:
             return None if (yield from self._read_python(known_only=True)) else self._give_up()
@@ -121,7 +121,7 @@ class FamilyParser(OutputReader):
             yield from self._skip_blanks()
             if not (yield from self._accept(";")):
                 return None
-            self._unsettled = []
+            self._begin_unsettled()
             yield from self._skip_blanks()
         return self._give_up()
 
@@ -131,16 +131,16 @@ class FamilyParser(OutputReader):
         assert tools is not None
         section_end = self._signs[tools.section[1]] if tools.section[1] else ""
         if not section_end:
-            self._unsettled = [mark]
+            self._begin_unsettled(mark)
             if not (yield from self._read_call(tools)):
                 self._give_up()
             return
         begun = self._calls
-        self._unsettled = [mark]
+        self._begin_unsettled(mark)
         if mark == self._signs[tools.begin]:  # a call without the mark of its section
             if not (yield from self._read_call(tools)):
                 return self._give_up()
-            self._unsettled = []
+            self._begin_unsettled()
         while True:
             yield from self._skip_blanks()
             if (yield from self._accept(section_end)):
@@ -150,7 +150,7 @@ class FamilyParser(OutputReader):
                 return self._give_up() if self._calls == begun else None
             if not (yield from self._read_call(tools)):
                 return self._give_up()
-            self._unsettled = []
+            self._begin_unsettled()
 
     def _read_call(self, tools: ToolFamily) -> Reading[bool]:
         """One call behind its mark, with the mark at its end; whether it was one."""
@@ -160,7 +160,7 @@ class FamilyParser(OutputReader):
                 is_call = yield from self._read_object()
                 if is_call and tools.bare:
                     while (yield from self._accept_after_blanks(";")):
-                        self._unsettled = []
+                        self._begin_unsettled()
                         yield from self._skip_blanks()
                         if not (yield from self._read_object()):
                             self._give_up()
@@ -234,7 +234,7 @@ class FamilyParser(OutputReader):
             while (yield from self._read_object_after_blanks()):
                 if not (yield from self._accept_after_blanks(",")):
                     return (yield from self._accept_after_blanks("]")) or True
-                self._unsettled = []
+                self._begin_unsettled()
             return False
         name: list[str] = []
         separator = self._signs[tools.separator]
@@ -327,7 +327,7 @@ class FamilyParser(OutputReader):
                 return False
             if not (yield from self._accept_after_blanks(",")):
                 return (yield from self._accept_after_blanks("]")) or True
-            self._unsettled = []
+            self._begin_unsettled()
             if (yield from self._accept_after_blanks("]")):
                 return True
 

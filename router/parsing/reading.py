@@ -55,6 +55,7 @@ class OutputReader(ABC):
         self._buffer, self._place, self._ended = "", 0, False
         self._length = 0  # of all that was pushed
         self._unsettled: list[str] | None = None
+        self._unsettled_from = 0  # where in the output that begins
         self._blanks: list[tuple[int, str]] = []
         self._has_content = False
         self._calls = 0
@@ -74,7 +75,7 @@ class OutputReader(ABC):
         """See `OutputParser`."""
         if self._blanks:
             return self._blanks[0][0]
-        return self._reached - len(self._in_words("".join(self._unsettled or ())))
+        return self._reached if self._unsettled is None else self._unsettled_from
 
     def plain_kind(self, text: str) -> TextKind | None:
         """See `OutputParser`."""
@@ -181,6 +182,11 @@ class OutputReader(ABC):
 
     def _end_call(self) -> None:
         self._tell(ToolCallEnded, self._calls - 1, "")
+
+    def _begin_unsettled(self, mark: str = "") -> None:
+        """Whether what comes is a call will be known later, and of this mark, which was read last."""
+        self._unsettled = [mark] if mark else []
+        self._unsettled_from = self._reached - len(self._in_words(mark))
 
     def _give_up(self) -> None:
         """What was read since a mark was no call."""

@@ -173,7 +173,8 @@ class ResponseWriter:
                     yield self._new("function_call", event.name), "", []
                 case ToolCallArguments():
                     yield self._items[-1], event.text, []
-        self._logged_before(self._parsed.settled)
+        if self._logged:
+            self._logged_before(self._parsed.settled)
         in_message = bool(self._items) and self._items[-1].kind == "message"
         if delta.finish is not None and self._logged and (in_message or self._parsed.is_text):
             yield self._item("message"), "", [entry for _, entry in self._logged]

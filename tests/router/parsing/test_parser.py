@@ -1,6 +1,7 @@
 """What each family's models write is taken apart, wherever its text is cut."""
 
 import json
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -614,3 +615,20 @@ def test_text_that_can_mean_nothing_else_need_not_be_pushed() -> None:
             parser.push_text(text)
     thought, content = ReasoningText, ContentText
     assert kinds == [None, thought, None, None, thought, None, None, None, content, None, None, content, content]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "mark"), [("llama3_json", "", ""), ("hermes", "Well:", "<tool_call>")]
+)
+def test_where_unsettled_text_begins_is_told_without_reading_it_again(
+    family: str, before: str, mark: str
+) -> None:
+    parser = output_format(family, None, as_tokens=False).parser(TOOLS, in_reasoning=False)
+    parser.push_text(f'{before}{mark}{{"arguments": "' + "x" * 1_000_000)
+    tracemalloc.start()
+    try:
+        settled, (_, most_bytes) = parser.settled, tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert settled == len(before)
+    assert most_bytes < 1000
