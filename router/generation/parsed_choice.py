@@ -31,7 +31,7 @@ class ParsedChoice:
         tells_reasoning: Whether the client is to be told what the model thinks aloud.
 
     Attributes:
-        is_text: All of it is content: neither calls nor reasoning are looked for.
+        is_text: All of it is content.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ParsedChoice:
     ) -> None:
         callable_ = None if tools is None else tools.tools
         self._parser: OutputParser = output_format.parser(callable_, in_reasoning=in_reasoning)
-        self.is_text = tools is None and output_format.reasoning is None
+        self.is_text = output_format.is_content(with_calls=tools is not None)
         self._tells_later_calls = tools is not None and tools.parallel
         self._tells_reasoning = tells_reasoning
         self._marks: deque[Mark] = deque()

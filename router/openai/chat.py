@@ -72,7 +72,7 @@ class ChatWriter:
         self._echo = echoed_text(body, context)
         self._chunks = Chunks("chat.completion.chunk", context, body, [run])
         self._tools = body.callable_tools
-        self._parses = self._tools is not None or output_format.reasoning is not None
+        self._parses = not output_format.is_content(with_calls=self._tools is not None)
         more_than_text = body.logprobs or self._with_tokens or body.usage_in_chunks
         self._text_event = None if more_than_text else TextEvents(self._event_around_text)
         self._reasoning_event = TextEvents(self._event_around_reasoning)

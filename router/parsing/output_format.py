@@ -93,6 +93,10 @@ class OutputFormat:
             family, self.reasoning, parameters, self.marker_ids, in_reasoning=in_reasoning
         )
 
+    def is_content(self, *, with_calls: bool) -> bool:
+        """Whether all of an output is content: there are no messages to take apart, and nothing is looked for in it."""
+        return not with_calls and self.reasoning is None and not self.is_harmony
+
     def opens_reasoning(self, prompt_end: str) -> bool:
         """Whether a prompt that ends so leaves the model within its reasoning."""
         return self.reasoning is not None and prompt_end.rstrip().endswith(self.reasoning.begin)
