@@ -4,6 +4,7 @@ out of the text that the guardrails let pass and the marks in it that are tokens
 
 from collections import deque
 
+from baton.generation import FinishReason
 from router.generation.answer_form import CallableTools
 from router.generation.generation_run import Delta, Mark
 from router.parsing.events import (
@@ -92,7 +93,8 @@ class ParsedChoice:
         events += self._parser.push_text(text[:whole])
         self._rest, self._at = text[whole:], self._at + whole
         if delta.finish is not None:
-            events += self._parser.finish()
+            by_model = delta.finish is FinishReason.STOP and delta.stop is None
+            events += self._parser.finish(cut_off=not by_model)
         return [event for event in events if self._is_told(event)]
 
     def _is_told(self, event: ParsedEvent) -> bool:

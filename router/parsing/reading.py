@@ -53,6 +53,7 @@ class OutputReader(ABC):
         self._signs = {mark: signs[mark] if mark in known else mark for mark in marks}
         self._spelt = {signs[mark]: mark for mark in known}
         self._buffer, self._place, self._ended = "", 0, False
+        self._is_cut_off = False  # known at the end
         self._length = 0  # of all that was pushed
         self._unsettled: list[str] | None = None
         self._unsettled_from = 0  # where in the output that begins
@@ -103,9 +104,9 @@ class OutputReader(ABC):
         self._length += len(self._spelt[sign])
         return self._advance(sign)
 
-    def finish(self) -> list[ParsedEvent]:
+    def finish(self, *, cut_off: bool = True) -> list[ParsedEvent]:
         """See `OutputParser`."""
-        self._ended = True
+        self._ended, self._is_cut_off = True, cut_off
         told = self._advance("")
         if not self._calls:
             self._tell_blanks()
@@ -243,6 +244,22 @@ class OutputReader(ABC):
         """The next character that is no blank."""
         yield from self._skip_blanks()
         return (yield from self._next())
+
+    def _read_up_to(self, end: re.Pattern[str]) -> Reading[str]:
+        """What comes before the next character of a class, as far as it is there."""
+        yield from self._peek()
+        begin, found = self._place, end.search(self._buffer, self._place)
+        self._place = len(self._buffer) if found is None else found.start()
+        text = self._buffer[begin : self._place]
+        if self._unsettled is not None:
+            self._unsettled.append(text)
+        return text
+
+    def _read_blanks(self) -> Reading[str]:
+        blanks: list[str] = []
+        while (char := (yield from self._peek())) and char in BLANKS:
+            blanks.append((yield from self._next()))
+        return "".join(blanks)
 
     def _skip_blanks(self) -> Reading[None]:
         while (char := (yield from self._peek())) and char in BLANKS:

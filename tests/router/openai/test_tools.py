@@ -323,6 +323,33 @@ async def test_a_call_whose_arguments_are_not_whole_can_be_sent_back(
         assert f"<tool_call>now{given}</tool_call>" in await prompt()
 
 
+@pytest.mark.parametrize(
+    ("before", "written"),
+    [
+        ("I look.", "I look.\n\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"),
+        (None, "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</function>\n</tool_call>"),
+        (None, "<tool_call>\n<function=weather>\n<parameter=city>\nOslo"),
+    ],
+    ids=["mark", "tag", "all at the end"],
+)  # fmt: skip
+async def test_a_call_is_one_though_its_model_leaves_marks_out(
+    before: str | None, written: str
+) -> None:
+    said = [{"role": "user", "content": "hi"}]
+    async with serve(chat_template=TEMPLATE, tool_call_parser="qwen3_coder") as served:
+        served.says(written)
+        (choice,) = (await served.chat(tools=[WEATHER])).json()["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (before, "tool_calls")
+        (called,) = choice["message"]["tool_calls"]
+        assert json.loads(called["function"]["arguments"]) == {"city": "Oslo"}
+        schema = WEATHER["function"]["parameters"]
+        tools = [{"name": "weather", "input_schema": schema}]
+        body = {"model": MODEL, "max_tokens": 300, "messages": said, "tools": tools}
+        reply = (await served.http.post("/v1/messages", json=body)).json()
+        assert reply["stop_reason"] == "tool_use"
+        assert reply["content"][-1]["input"] == {"city": "Oslo"}
+
+
 HARMONY = (
     "{{ reasoning_effort }}{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
     "{% if m.thinking %}[{{ m.thinking }}]{% endif %}"
