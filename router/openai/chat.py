@@ -12,7 +12,7 @@ from router.generation.generation_run import Delta, GenerationRun, take_logged, 
 from router.generation.parsed_choice import ParsedChoice
 from router.generation.planner import RequestContext
 from router.http.fields import MAX_REPEATED
-from router.http.streaming import CUT, Filling, fault_event, json_array
+from router.http.streaming import CUT, KEEP_ALIVE, Filling, fault_event, json_array
 from router.openai.chunks import (
     IDS_AT_ONCE,
     Chunks,
@@ -51,6 +51,8 @@ class ChatWriter:
 
     The per-token path joins bytes that were made once with the JSON of the text; no model object per token.
     """
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(
         self,

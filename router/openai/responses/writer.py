@@ -17,7 +17,7 @@ from router.generation.generation_run import Delta, GenerationRun, take_logged
 from router.generation.parsed_choice import ParsedChoice
 from router.generation.planner import RequestContext
 from router.http.errors import error_details
-from router.http.streaming import json_text, model_event, named_event
+from router.http.streaming import KEEP_ALIVE, json_text, model_event, named_event
 from router.openai.logprobs import AT_ONCE, chat_entries
 from router.openai.responses.replies import (
     ArgumentsDoneEvent,
@@ -108,6 +108,8 @@ class ResponseWriter:
     created → in_progress → (item added → part added → deltas … → text done → part done → item done) … → completed;
     calls have no parts.
     """
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(
         self,
