@@ -206,7 +206,10 @@ async def test_whether_a_prompt_ends_within_reasoning_is_read_off_what_is_left_o
     template = "<think>{% for m in messages %}{{ m.content }}{% endfor %}</think>"
     async with serve(chat_template=template) as served:
         served.says("still</think>42")
-        kept = {"truncate_prompt_tokens": len("<think>"), "truncation_side": "right"}
+        kept: dict[str, Any] = {
+            "truncate_prompt_tokens": len("<think>"),
+            "truncation_side": "right",
+        }
         (choice,) = (await served.chat(**kept)).json()["choices"]
         begun = served.generator.requests[-1].prompt.prompt_tokens
         assert await served.tokenizer.decode(list(begun)) == "<think>"

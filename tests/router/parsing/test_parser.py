@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.http.fields import JsonObject
 from router.parsing.events import (
     ContentText,
     ParsedEvent,
@@ -541,7 +542,7 @@ def test_lines_of_a_value_that_end_no_call_are_its_own(value: str) -> None:
 
 def test_a_line_within_quotes_ends_no_value_that_is_json() -> None:
     made = output_format("qwen3_coder", None, as_tokens=False)
-    schema = {"type": "object", "properties": {"a": {"type": "array"}, "b": {}}}
+    schema: JsonObject = {"type": "object", "properties": {"a": {"type": "array"}, "b": {}}}
     value = '["\n<parameter=b>\n</function>\n</tool_call>"]'
     text = qwen3_coder(("now", {"a": value, "b": 3}))
     tools = [ToolSchema(name="now", parameters=schema)]
