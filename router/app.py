@@ -133,7 +133,15 @@ def create_app(
     prompts = PromptEncoder(tokenizer, tenancy.guards)
     tracer = tracer or NotTraced()
     responder = Responder(
-        generator, tokenizer, metrics, clock, tenancy.guards, decisions, tracer, output_format
+        generator,
+        tokenizer,
+        metrics,
+        clock,
+        tenancy.guards,
+        decisions,
+        tracer,
+        output_format,
+        sse_keep_alive_s=settings.router.sse_keep_alive_s,
     )
     # Guardrails may change the text, so that places in it mean nothing any more: behind them marks are looked for.
     shown_format = replace(output_format, marker_ids={}) if tenancy.guards.active else output_format

@@ -207,7 +207,11 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         Rule(path=path, holds=lambda v: 1 <= v <= 86400, demand="must be from 1 to 86400 (a day)")
-        for path in ("router.http_body_timeout_s", "router.http_keep_alive_s")
+        for path in (
+            "router.http_body_timeout_s",
+            "router.http_keep_alive_s",
+            "router.sse_keep_alive_s",
+        )
     ),
     Rule(
         path="router.slo_classes",

@@ -206,6 +206,9 @@ class RouterConfig:
         http_keep_alive_s: How long a client's connection may be open without a request. A load balancer in front that
             keeps idle connections longer sends requests into ones that were just closed (deploy/README.md, "Behind a
             load balancer").
+        sse_keep_alive_s: A stream of events on which nothing was sent for so long is sent a comment, or the event `ping` of
+            `/v1/messages`; one that has not begun begins after three times as long. A load balancer's bound on replies
+            without data has to be longer than that.
         max_connections: HTTP connections on which requests are answered. Where there are as many, one without a request
             gives way to a new one, and where all have one, probes are answered still.
             None for what the limit of file descriptors leaves.
@@ -245,6 +248,7 @@ class RouterConfig:
     request_timeout_s: float = 600.0
     http_body_timeout_s: float = 60.0
     http_keep_alive_s: float = 75.0
+    sse_keep_alive_s: float = 15.0
     max_connections: int | None = None
     max_attempts: int = 3
     worker_wait_s: float = 15.0

@@ -20,6 +20,7 @@ from router.anthropic.replies import (
     MessageStop,
     MessageTokensDetails,
     MessageUsage,
+    Ping,
     StopDelta,
     StopReason,
     TextContent,
@@ -118,6 +119,8 @@ class MessageWriter:
 
     message_start → (content_block_start → content_block_delta … → content_block_stop) … → message_delta → message_stop
     """
+
+    keep_alive = model_event(Ping())
 
     def __init__(
         self,

@@ -137,6 +137,12 @@ class MessageStop(BaseModel):
     type: Literal["message_stop"] = "message_stop"
 
 
+class Ping(BaseModel):
+    """Says nothing; comes where a stream has nothing to say for a while."""
+
+    type: Literal["ping"] = "ping"
+
+
 class ErrorFields(BaseModel):
     """What went wrong."""
 
@@ -158,6 +164,7 @@ MessageStreamEvent = Annotated[
     | ContentBlockStop
     | MessageDelta
     | MessageStop
+    | Ping
     | AnthropicErrorReply,
     Field(discriminator="type"),
 ]

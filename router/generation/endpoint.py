@@ -64,7 +64,7 @@ class ConversationEndpoint(Generic[_Body]):
             request, context, body, partial(self._prompts.of_conversation, conversation, context)
         )
         if body.tells_reasoning:
-            end = await self._prompts.end_of(prompt)
+            end = await self._prompts.end_of(self._planner.truncated(context, body, prompt))
             context = await self._planner.behind_prompt(context, body, end)
         bad_words = await self._prompts.of_bad_words(
             body.bad_words or (), context.account.tenant.tenant_id

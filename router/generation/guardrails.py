@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from io import StringIO
 
 import msgspec
 
@@ -159,5 +160,5 @@ async def _passed(delta: Delta, watched: _Watched) -> Delta:
 
 def _keep(batch: Sequence[Delta], account: RequestAccount) -> None:
     for delta in batch:
-        kept = account.answered.get(delta.index, "")
-        account.answered[delta.index] = kept + delta.text[: MAX_KEPT_CHARS - len(kept)]
+        kept = account.answered.setdefault(delta.index, StringIO())
+        kept.write(delta.text[: MAX_KEPT_CHARS - kept.tell()])

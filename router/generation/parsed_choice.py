@@ -4,6 +4,7 @@ out of the text that the guardrails let pass and the marks in it that are tokens
 
 from collections import deque
 
+from baton.generation import FinishReason
 from router.generation.answer_form import CallableTools
 from router.generation.generation_run import Delta, Mark
 from router.parsing.events import (
@@ -31,7 +32,7 @@ class ParsedChoice:
         tells_reasoning: Whether the client is to be told what the model thinks aloud.
 
     Attributes:
-        is_text: All of it is content: neither calls nor reasoning are looked for.
+        is_text: All of it is content.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ParsedChoice:
     ) -> None:
         callable_ = None if tools is None else tools.tools
         self._parser: OutputParser = output_format.parser(callable_, in_reasoning=in_reasoning)
-        self.is_text = tools is None and output_format.reasoning is None
+        self.is_text = output_format.is_content(with_calls=tools is not None)
         self._tells_later_calls = tools is not None and tools.parallel
         self._tells_reasoning = tells_reasoning
         self._marks: deque[Mark] = deque()
@@ -92,7 +93,8 @@ class ParsedChoice:
         events += self._parser.push_text(text[:whole])
         self._rest, self._at = text[whole:], self._at + whole
         if delta.finish is not None:
-            events += self._parser.finish()
+            by_model = delta.finish is FinishReason.STOP and delta.stop is None
+            events += self._parser.finish(cut_off=not by_model)
         return [event for event in events if self._is_told(event)]
 
     def _is_told(self, event: ParsedEvent) -> bool:

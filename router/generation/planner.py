@@ -170,6 +170,12 @@ class RequestPlanner:
             grammar = await self._grammars.text_of(form, context.account.tenant.tenant_id)
         return replace(context, in_reasoning=in_reasoning, grammar=grammar)
 
+    def truncated(
+        self, context: RequestContext, body: SamplingBody, tokens: Sequence[int]
+    ) -> Sequence[int]:
+        """What of a prompt the model is given."""
+        return _truncated(tokens, body, context.model)
+
     def plan(
         self,
         context: RequestContext,
@@ -213,7 +219,7 @@ class RequestPlanner:
         bad_words: Sequence[tuple[int, ...]],
     ) -> Prompt:
         model, tenant = context.model, context.account.tenant
-        tokens = _truncated(tokens, body, model)
+        tokens = self.truncated(context, body, tokens)
         if not tokens:
             raise InvalidRequestError("The prompt has no tokens.", param=body.prompt_field)
         if body.num_samples > model.max_samples:

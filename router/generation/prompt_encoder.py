@@ -127,7 +127,7 @@ class PromptEncoder:
         parts = (begin, prefix, before_ids, suffix_mark, after_ids, middle)
         return PackedTokens(b"".join(part.packed for part in parts))
 
-    async def end_of(self, prompt: PackedTokens) -> str:
+    async def end_of(self, prompt: Sequence[int]) -> str:
         """The text of a prompt's last tokens, marks included."""
         return await self._tokenizer.decode(prompt[-_END_TOKENS:])
 

@@ -30,6 +30,7 @@ from router.http.account import RequestAccount
 from router.http.streaming import (
     EventStream,
     json_reply,
+    one_line_each,
     portions,
     while_connected,
 )
@@ -53,7 +54,13 @@ that are written before the event loop runs again.
 
 
 class ReplyWriter(Protocol):
-    """How one endpoint writes what was generated."""
+    """How one endpoint writes what was generated.
+
+    Attributes:
+        keep_alive: The event of a stream that says nothing, while there is nothing to say.
+    """
+
+    keep_alive: bytes
 
     def opening(self) -> bytes:
         """What a stream begins with; asked for when its first delta is there."""
@@ -92,6 +99,7 @@ class Responder:
         decisions: What routing remembers of the last requests, shown to admins.
         tracer: Takes the spans of requests.
         output_format: How the model writes calls and reasoning.
+        sse_keep_alive_s: How long a stream sends nothing.
     """
 
     def __init__(
@@ -104,7 +112,10 @@ class Responder:
         decisions: DecisionLog,
         tracer: Tracer,
         output_format: OutputFormat,
+        *,
+        sse_keep_alive_s: float,
     ) -> None:
+        self._sse_keep_alive_s = sse_keep_alive_s
         self._output_format = output_format
         self._generator = generator
         self._tokenizer = tokenizer
@@ -205,7 +216,13 @@ class Responder:
             pieces = _pieces(
                 runs, deltas, writer, refusals(), with_timing=with_timing, explain=explain
             )
-            return EventStream(pieces, self._metrics.client_gone, writer.fault)
+            return EventStream(
+                pieces,
+                self._metrics.client_gone,
+                writer.fault,
+                keep_alive=writer.keep_alive,
+                interval_s=self._sse_keep_alive_s,
+            )
         with refusals():
             choices = await while_connected(
                 request.receive, _collect(deltas), self._metrics.client_gone
@@ -254,13 +271,13 @@ async def _pieces(
                 await writer.before(batch)
                 parts = _parts(batch)
                 for part in parts:
-                    yield head + b"".join([writer.piece(delta) for delta in part])
+                    yield one_line_each(head + b"".join([writer.piece(delta) for delta in part]))
                     head = b""
                     if len(parts) > 1:
                         await asyncio.sleep(0)
     comment = b"" if explain is None else b": baton-explain " + explain() + b"\n\n"
     closing = await writer.closing(_timings(runs) if with_timing else [])
-    for portion in portions([comment, *closing]):
+    for portion in portions(map(one_line_each, [comment, *closing])):
         yield portion
         await asyncio.sleep(0)
 

@@ -8,6 +8,7 @@ audit log.
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from itertools import count
 from math import ceil, floor
 from typing import Protocol
@@ -85,7 +86,7 @@ class RequestAccount:
     guarded_input: GuardrailInput | None = None
     keeps_content: bool = False
     asked: str = ""
-    answered: dict[int, str] = field(default_factory=dict)
+    answered: dict[int, StringIO] = field(default_factory=dict)
 
     @property
     def tenant(self) -> Tenant:

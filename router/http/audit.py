@@ -246,5 +246,5 @@ def audit_record(
 def _content(account: RequestAccount) -> AuditContent | None:
     if not account.asked and not account.answered:
         return None
-    answered = tuple(account.answered[index] for index in sorted(account.answered))
+    answered = tuple(account.answered[index].getvalue() for index in sorted(account.answered))
     return AuditContent(asked=account.asked, answered=answered)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import (
     AsyncGenerator,
+    Awaitable,
     Callable,
     Coroutine,
     Iterable,
@@ -11,6 +12,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -29,17 +31,30 @@ _log = get_logger(__name__)
 
 
 async def while_connected(
-    receive: Receive, work: Coroutine[Any, Any, _Result], on_gone: Callable[[], None]
+    receive: Receive,
+    work: Coroutine[Any, Any, _Result],
+    on_gone: Callable[[], None],
+    look: Callable[[], Awaitable[float]] | None = None,
 ) -> _Result:
     """Does `work`, and cancels it as soon as the client goes away. The request's body must have been read.
+
+    Args:
+        receive: ASGI's.
+        work: Is awaited.
+        on_gone: Called when the client has gone.
+        look: Awaited beside the work each time that the seconds have passed which it gave last.
 
     Raises:
         ClientGoneError: The client went away; `work` has ended.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
+    both, first = (working, leaving), asyncio.FIRST_COMPLETED
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        wait_s = None if look is None else await look()
+        while not (await asyncio.wait(both, timeout=wait_s, return_when=first))[0]:
+            assert look is not None
+            wait_s = await look()
         if working.done():
             return working.result()
     finally:
@@ -60,11 +75,37 @@ def fault_event(error: BatonError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
 
 
+KEEP_ALIVE = b":\n\n"
+"""A comment, which clients pass over."""
+
+_BEGINS_AFTER = 3
+"""Intervals without a piece after which a stream begins all the same."""
+
+_LINE_ENDS = tuple((char.encode(), b"\\u%04x" % ord(char)) for char in "\u0085\u2028\u2029")
+
+
+def one_line_each(events: bytes) -> bytes:
+    """Events with what Unicode takes for line ends escaped, which JSON is not: some clients cut lines there."""
+    if not events.isascii():
+        for char, escape in _LINE_ENDS:
+            events = events.replace(char, escape)
+    return events
+
+
 class EventStream(Response):
     """Server-sent events, each piece written as it comes.
 
-    Nothing is sent before the first piece: a request that is refused until then gets a plain error with its status.
+    Where there is no piece for an interval, one that says nothing keeps the connection open: proxies give up those on
+    which nothing comes. Before the first piece nothing is sent for three intervals: a request that is refused until
+    then gets a plain error with its status, and one that waits for longer is about to be given up by a proxy in front.
     A fault after that is the stream's last event. A client that reads slowly makes `send` wait, and thereby `pieces`.
+
+    Args:
+        pieces: Of whole events each.
+        on_gone: Called when the client has gone.
+        fault: Writes the last event of a stream that cannot go on.
+        keep_alive: Between pieces, the event that says nothing.
+        interval_s: How long nothing is sent.
     """
 
     media_type = "text/event-stream"
@@ -74,18 +115,27 @@ class EventStream(Response):
         pieces: AsyncGenerator[bytes, None],
         on_gone: Callable[[], None],
         fault: Callable[[BatonError], bytes] | None = None,
+        *,
+        keep_alive: bytes = KEEP_ALIVE,
+        interval_s: float = 15.0,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._pieces = pieces
         self._on_gone = on_gone
         self._fault = fault or fault_event
-        self._started = False
+        self._keep_alive = keep_alive
+        self._interval_s = interval_s
+        self._started = self._has_pieces = self._is_sending = False
+        self._kept_alive: asyncio.Event | None = None
+        self._now_s = asyncio.get_running_loop().time
+        self._sent_s = self._now_s()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream; returns when it is sent or the client has gone."""
+        work, look = self._send_pieces(scope, send), partial(self._stay_alive, send)
         try:
-            await while_connected(receive, self._send_pieces(scope, send), self._on_gone)
+            await while_connected(receive, work, self._on_gone, look)
         except ClientGoneError:
             _log.debug("a client left", path=scope["path"])
             if not self._started:
@@ -95,9 +145,8 @@ class EventStream(Response):
         try:
             async with aclosing(self._pieces) as pieces:
                 async for piece in pieces:
-                    if not self._started:
-                        await self._start(send)
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    await self._send(send, piece)
+                    self._has_pieces = True
         except BatonError as error:
             note_error(scope, error)
             await self._send_fault(send, error)
@@ -106,18 +155,46 @@ class EventStream(Response):
             unexpected = BatonError("unexpected")
             note_error(scope, unexpected)
             await self._send_fault(send, unexpected)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send(send, b"", more=False)
+
+    async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        self._is_sending = True
+        if self._kept_alive is not None:
+            await self._kept_alive.wait()
+        if not self._started:
+            await self._start(send)
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._is_sending = False
+        self._sent_s = self._now_s()
 
     async def _start(self, send: Send) -> None:
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
+    async def _stay_alive(self, send: Send) -> float:
+        """Sends what says nothing, where nothing was sent for long; gives when to look again. Where a piece waits to be
+        sent, the client is what is slow.
+        """
+        bound_s = self._interval_s * (1 if self._started else _BEGINS_AFTER)
+        left_s = self._sent_s + bound_s - self._now_s()
+        if left_s > 0:
+            return left_s
+        if not self._is_sending:
+            self._kept_alive = asyncio.Event()
+            if not self._started:
+                await self._start(send)
+            body = self._keep_alive if self._has_pieces else KEEP_ALIVE
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._sent_s = self._now_s()
+            self._kept_alive.set()
+            self._kept_alive = None
+        return self._interval_s
+
     async def _send_fault(self, send: Send, error: BatonError) -> None:
         if not self._started:
             raise error
         _log.warning("a stream ended early", code=error.code, why=error.message)
-        event = self._fault(error)
-        await send({"type": "http.response.body", "body": event, "more_body": True})
+        await self._send(send, one_line_each(self._fault(error)))
 
 
 CUT = b"\0"

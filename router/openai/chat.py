@@ -12,7 +12,7 @@ from router.generation.generation_run import Delta, GenerationRun, take_logged, 
 from router.generation.parsed_choice import ParsedChoice
 from router.generation.planner import RequestContext
 from router.http.fields import MAX_REPEATED
-from router.http.streaming import CUT, Filling, fault_event, json_array
+from router.http.streaming import CUT, KEEP_ALIVE, Filling, fault_event, json_array
 from router.openai.chunks import (
     IDS_AT_ONCE,
     Chunks,
@@ -52,6 +52,8 @@ class ChatWriter:
     The per-token path joins bytes that were made once with the JSON of the text; no model object per token.
     """
 
+    keep_alive = KEEP_ALIVE
+
     def __init__(
         self,
         context: RequestContext,
@@ -72,7 +74,7 @@ class ChatWriter:
         self._echo = echoed_text(body, context)
         self._chunks = Chunks("chat.completion.chunk", context, body, [run])
         self._tools = body.callable_tools
-        self._parses = self._tools is not None or output_format.reasoning is not None
+        self._parses = not output_format.is_content(with_calls=self._tools is not None)
         more_than_text = body.logprobs or self._with_tokens or body.usage_in_chunks
         self._text_event = None if more_than_text else TextEvents(self._event_around_text)
         self._reasoning_event = TextEvents(self._event_around_reasoning)

@@ -18,7 +18,7 @@ from router.guardrails.chain import GuardChain
 from router.http.body import BodyReader, parse_body
 from router.http.fields import MAX_REPEATED
 from router.http.large_body import token_array
-from router.http.streaming import CUT, Filling, fault_event, json_array
+from router.http.streaming import CUT, KEEP_ALIVE, Filling, fault_event, json_array
 from router.openai.chunks import IDS_AT_ONCE, Chunks, TextEvents, token_ids_field
 from router.openai.logprobs import (
     CompletionColumns,
@@ -162,6 +162,8 @@ class CompletionWriter:
         echoes: One per prompt, or none at all.
         pieces: What single tokens spell.
     """
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(
         self,

@@ -82,5 +82,10 @@ class OutputParser(Protocol):
     def push_marker(self, token_id: int) -> list[ParsedEvent]:
         """Takes one of `marker_ids`; all text of the tokens before it has been pushed."""
 
-    def finish(self) -> list[ParsedEvent]:
-        """What was held back. A call that never became whole, and is no call for that, is content."""
+    def finish(self, *, cut_off: bool = True) -> list[ParsedEvent]:
+        """What was held back. A call that never became whole, and is no call for that, is content.
+
+        Args:
+            cut_off: Something else than the model ended the output. A call whose last marks the model left out itself
+                may be whole without them.
+        """

@@ -36,6 +36,7 @@ class ToolFamily:
         name: As in `--tool-call-parser`.
         shape: Of one call.
         begin: The mark before a call; empty where there is none.
+        head: Text before a call's name, behind the mark, which some models leave out; empty where there is none.
         end: The mark behind it; empty where there is none.
         section: The marks around all calls; empty where there are none.
         separator: The mark, or text, between a name and its arguments.
@@ -48,6 +49,7 @@ class ToolFamily:
     name: str
     shape: CallShape
     begin: str = ""
+    head: str = ""
     end: str = ""
     section: tuple[str, str] = ("", "")
     separator: str = ""
@@ -99,6 +101,7 @@ _QWEN3_CODER = ToolFamily(
     name="qwen3_coder",
     shape=CallShape.TAGGED,
     begin="<tool_call>",
+    head="<function=",
     end="</tool_call>",
     between="\n",
 )

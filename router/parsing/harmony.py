@@ -65,7 +65,7 @@ class HarmonyParser(OutputReader):
         return False
 
     def _read_message(self) -> Reading[None]:
-        self._unsettled = []
+        self._begin_unsettled()
         header = yield from self._read_until(self._signs["<|message|>"], _LONGEST_HEADER)
         if header is None and (yield from self._peek()):
             self._give_up()  # no header
@@ -93,7 +93,7 @@ class HarmonyParser(OutputReader):
 
     def _read_call(self, name: str) -> Reading[None]:
         """The arguments of one; what is no object is content."""
-        self._unsettled = []
+        self._begin_unsettled()
         yield from self._skip_blanks()
         if (yield from self._peek()) == "{":
             self._begin_call(name)

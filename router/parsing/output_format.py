@@ -115,6 +115,10 @@ class OutputFormat:
             in_reasoning=in_reasoning,
         )
 
+    def is_content(self, *, with_calls: bool) -> bool:
+        """Whether all of an output is content: there are no messages to take apart, and nothing is looked for in it."""
+        return not with_calls and self.reasoning is None and not self.is_harmony
+
     def opens_reasoning(self, prompt_end: str) -> bool:
         """Whether a prompt that ends so leaves the model within its reasoning."""
         return self.reasoning is not None and prompt_end.rstrip().endswith(self.reasoning.begin)
@@ -204,20 +208,33 @@ class OutputFormat:
             )
         inner = self._behind_lead(parallel=parallel and not self._repeats_lead)
         lead = family.section[0] or family.begin
+        bare = ""
+        if family.head:
+            bare = "|".join(_escaped(f"{family.head}{tool.name}>") for tool in tools)
+            rules += self._bare_rules(tools)
         if lead in self.marker_ids:
             thought = self.reasoning.begin if self.reasoning else ""
             begins = {family.section[0], family.begin, thought}
-            free = self._free_lark(begins)
+            if not bare:
+                free = self._free_lark(begins)
+                return "\n".join(
+                    [f"calls: free ({self._lead} {inner} free){several}", f"free: {free}", *rules]
+                )
             return "\n".join(
-                [f"calls: free ({self._lead} {inner} free){several}", f"free: {free}", *rules]
+                [
+                    f"calls: free (({self._lead} {inner} | bare) free){several}",
+                    f"free: {self._free_lark(begins, 'FREE')}",
+                    f"FREE: /(?s:.+)/ & ~/(?s:.*({bare}).*)/",
+                    *rules,
+                ]
             )
-        escaped = _escaped(lead)
+        begin = _escaped(lead)
         return "\n".join(
             [
-                f"calls: (lead {inner}){several} rest",
-                f"lead[lazy]: /(?s:.*){escaped}/",
+                f"calls: ({f'(lead {inner} | bare)' if bare else f'lead {inner}'}){several} rest",
+                f"lead[lazy]: /(?s:.*){begin}/",
                 "rest: REST",
-                f"REST: {_ANY_TEXT} & ~/(?s:.*{escaped}.*)/",
+                f"REST: {_ANY_TEXT} & ~/(?s:.*({'|'.join(filter(None, (begin, bare)))}).*)/",
                 *rules,
             ]
         )
@@ -327,9 +344,20 @@ class OutputFormat:
                 case CallShape.TAGGED:
                     written, others = tagged_rules(str(place), _tagged(tool), schema)
                     rules += others
-                    head = _text(f"\n<function={tool.name}>\n")
-                    body = f"{head} {written} {_text('</function>' + chr(10))} {end}"
+                    end_tag = _text("</function>\n")
+                    rules.append(f"tags_{place}: {_text(chr(10))} {written} {end_tag}")
+                    body = f"{_text(f'{chr(10)}{family.head}{tool.name}>')} tags_{place} {end}"
             rules.append(f"call_{place}: {body}")
+        return rules
+
+    def _bare_rules(self, tools: Sequence[ToolSchema]) -> list[str]:
+        """The rule `bare`, of text up to a call without its mark, and that. A mark at its end is free text."""
+        assert self.tools is not None
+        rules = ["bare: " + " | ".join(f"bare_{place}" for place in range(len(tools)))]
+        for place, tool in enumerate(tools):
+            head = _escaped(f"{self.tools.head}{tool.name}>")
+            rules.append(f"bare_{place}: head_{place} tags_{place}")
+            rules.append(f"head_{place}[lazy]: /(?s:.*){head}/")
         return rules
 
     def _keywords(self, tool: ToolSchema) -> list[KeywordArgument] | None:
@@ -355,10 +383,10 @@ class OutputFormat:
             )
         return self._free_lark({self.reasoning.begin} if self.reasoning else set())
 
-    def _free_lark(self, but: set[str]) -> str:
-        """Text and marks that are tokens, but for some."""
+    def _free_lark(self, but: set[str], text: str = "/(.|\\n)+/") -> str:
+        """Text and marks that are tokens, but for some. `text` is of one character or more."""
         marks = " | ".join(f"<[{i}]>" for mark, i in self.marker_ids.items() if mark not in but)
-        return f"(/(.|\\n)+/ | {marks})*" if marks else "/(.|\\n)*/"
+        return f"({text} | {marks})*" if marks else f"({text})?"
 
     def reasoning_lark(
         self, max_tokens: int | None, *, in_reasoning: bool, before_text: bool = False

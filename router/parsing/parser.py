@@ -11,7 +11,7 @@ What begins like a call and is none is content.
 import json
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from math import isfinite
 
 from pydantic_core import from_json
@@ -28,6 +28,9 @@ from router.parsing.tagged_calls import (
     leaves_string_open,
 )
 
+_PARAMETER, _FUNCTION_END = "<parameter=", "</function>"
+_PARAMETER_LINE, _FUNCTION_END_LINE = "\n" + _PARAMETER, "\n" + _FUNCTION_END
+_MAY_END_VALUE = re.compile(r"[<\n]")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _WORD = frozenset(string.ascii_letters + string.digits + "_.+-")
 _LONGEST_NUMBER = 4096
@@ -87,8 +90,8 @@ class FamilyParser(OutputReader):
             yield from self._read_reasoning()
         if tools is not None and tools.bare:
             yield from self._read_bare_calls()
-        begins = (tools.section[0], tools.begin) if tools else ()
-        marks = [self._signs[mark] for mark in begins if mark]
+        begins = (tools.section[0], tools.begin, tools.head) if tools else ()
+        marks = [self._signs.get(mark, mark) for mark in begins if mark]
         if reasoning is not None:
             marks.append(self._signs[reasoning.begin])
         while (
@@ -113,7 +116,7 @@ class FamilyParser(OutputReader):
     def _read_bare_calls(self) -> Reading[None]:
         """Calls that are all of the output; what names no tool is for the user."""
         assert self._tools is not None
-        self._unsettled = []
+        self._begin_unsettled()
         yield from self._skip_blanks()
         if self._tools.shape is CallShape.PYTHON:
             return None if (yield from self._read_python(known_only=True)) else self._give_up()
@@ -123,7 +126,7 @@ class FamilyParser(OutputReader):
             yield from self._skip_blanks()
             if not (yield from self._accept(";")):
                 return None
-            self._unsettled = []
+            self._begin_unsettled()
             yield from self._skip_blanks()
         return self._give_up()
 
@@ -133,16 +136,17 @@ class FamilyParser(OutputReader):
         assert tools is not None
         section_end = self._signs[tools.section[1]] if tools.section[1] else ""
         if not section_end:
-            self._unsettled = [mark]
-            if not (yield from self._read_call(tools)):
+            self._begin_unsettled(mark)
+            bare = mark == tools.head
+            if not (yield from self._read_call(tools, bare=bare)):
                 self._give_up()
             return
         begun = self._calls
-        self._unsettled = [mark]
+        self._begin_unsettled(mark)
         if mark == self._signs[tools.begin]:  # a call without the mark of its section
             if not (yield from self._read_call(tools)):
                 return self._give_up()
-            self._unsettled = []
+            self._begin_unsettled()
         while True:
             yield from self._skip_blanks()
             if (yield from self._accept(section_end)):
@@ -152,17 +156,17 @@ class FamilyParser(OutputReader):
                 return self._give_up() if self._calls == begun else None
             if not (yield from self._read_call(tools)):
                 return self._give_up()
-            self._unsettled = []
+            self._begin_unsettled()
 
-    def _read_call(self, tools: ToolFamily) -> Reading[bool]:
-        """One call behind its mark, with the mark at its end; whether it was one."""
+    def _read_call(self, tools: ToolFamily, *, bare: bool = False) -> Reading[bool]:
+        """One call behind its mark, or behind its head where it has none, with the mark at its end; whether it was one."""
         match tools.shape:
             case CallShape.OBJECT:
                 yield from self._skip_blanks()
                 is_call = yield from self._read_object()
                 if is_call and tools.bare:
                     while (yield from self._accept_after_blanks(";")):
-                        self._unsettled = []
+                        self._begin_unsettled()
                         yield from self._skip_blanks()
                         if not (yield from self._read_object()):
                             self._give_up()
@@ -174,7 +178,7 @@ class FamilyParser(OutputReader):
                 name = yield from self._read_until(self._signs[tools.separator], LONGEST_NAME)
                 is_call = name is not None and (yield from self._read_arguments(name))
             case CallShape.TAGGED:
-                is_call = yield from self._read_tags()
+                is_call = yield from self._read_tags(tools, bare=bare)
             case CallShape.PYTHON:
                 yield from self._skip_blanks()
                 is_call = yield from self._read_python()
@@ -236,7 +240,7 @@ class FamilyParser(OutputReader):
             while (yield from self._read_object_after_blanks()):
                 if not (yield from self._accept_after_blanks(",")):
                     return (yield from self._accept_after_blanks("]")) or True
-                self._unsettled = []
+                self._begin_unsettled()
             return False
         name: list[str] = []
         separator = self._signs[tools.separator]
@@ -268,51 +272,110 @@ class FamilyParser(OutputReader):
         yield from self._accept_after_blanks("```")
         return True
 
-    def _read_tags(self) -> Reading[bool]:
-        """Qwen3-Coder's: each parameter becomes a member of the arguments,
-        of the type that the tool's schema gives it.
+    def _read_tags(self, tools: ToolFamily, *, bare: bool) -> Reading[bool]:
+        """Qwen3-Coder's: each parameter becomes a member of the arguments, of the type that the tool's schema gives it.
+        A call that is bare is of a tool that there is, and a parameter or its end follows: all else is text about calls.
         """
-        if not (yield from self._accept_after_blanks("<function=")):
+        if not bare and not (yield from self._accept_after_blanks(tools.head)):
             return False
         name = yield from self._read_until(">", LONGEST_NAME)
-        if name is None or not TOOL_NAME.fullmatch(name.strip()):
+        if name is None or not TOOL_NAME.fullmatch(name if bare else name.strip()):
             return False
-        self._begin_call(name.strip())
-        told, types = self._types.get(name.strip()), dict[str, Types]()
-        opening = "{"
-        while (yield from self._accept_after_blanks("<parameter=")):
-            key = yield from self._read_until(">")
-            if key is None:
-                return True  # the call broke off within a parameter
+        if bare and not (name in self._parameters and (yield from self._is_within_tags())):
+            return False
+        name = name.strip()
+        self._begin_call(name)
+        told, schema = self._types.get(name), self._parameters.get(name)
+        types, opening = dict[str, Types](), "{"
+        key = yield from self._read_key()
+        while key is not None:
             is_told = key in types
             if not is_told:
                 types[key] = None if told is None else told.of(key)
-            value = yield from self._read_tagged_value(types[key])
-            if value is None:
+            found = yield from self._read_tagged_value(tools, types[key], _others(schema, types))
+            if found is None:
                 return True
-            if is_told:
-                continue
-            value = value.removeprefix("\n").removesuffix("\n")
-            member = f"{json.dumps(key)}: {as_json(value, types[key])}"
-            self._tell_arguments(opening + member)
-            opening = ", "
+            value, next_key = found
+            if not is_told:
+                value = value.removeprefix("\n").removesuffix("\n")
+                member = f"{json.dumps(key)}: {as_json(value, types[key])}"
+                self._tell_arguments(opening + member)
+                opening = ", "
+            key = (yield from self._read_key()) if next_key is None else next_key
+        if not (yield from self._accept_after_blanks(_FUNCTION_END)) and self._ended:
+            self._place = len(self._buffer)  # a tag that breaks off
+            if self._is_cut_off:
+                return True
         self._tell_arguments("{}" if opening == "{" else "}")
-        yield from self._accept_after_blanks("</function>")
         self._end_call()
         return True
 
-    def _read_tagged_value(self, types: Types) -> Reading[str | None]:
-        """A parameter's value, up to the tag that ends it and stands in no string of JSON; None if there is none."""
+    def _is_within_tags(self) -> Reading[bool]:
+        """Whether a parameter or the end of a call comes next."""
+        yield from self._skip_blanks()
+        for tag in (_PARAMETER, _FUNCTION_END):
+            if (yield from self._is_next(tag)):
+                return True
+        return False
+
+    def _read_key(self) -> Reading[str | None]:
+        """The name of the next parameter; None if there is none, or it breaks off."""
+        if not (yield from self._accept_after_blanks(_PARAMETER)):
+            return None
+        return (yield from self._read_until(">"))
+
+    def _read_tagged_value(
+        self, tools: ToolFamily, types: Types, others: Sequence[str]
+    ) -> Reading[tuple[str, str | None] | None]:
+        """A parameter's value, up to what ends it and stands in no string of JSON; and which of `others` begins there,
+        if it does. None where the output was cut off before.
+
+        Some models leave the tag at a value's end out. So a line ends it too that begins another parameter of the tool,
+        or that ends the function or the call, where only the end of that, another call or nothing follows: a file that
+        is about such calls and is a parameter may hold these lines, but hardly where they could be told from such ends.
+        """
         parts: list[str] = []
-        within_string = False
+        num_judged, within_string = 0, False
+
+        def is_whole() -> bool:
+            nonlocal num_judged, within_string
+            if is_text(types):
+                return True
+            new, num_judged = "".join(parts[num_judged:]), len(parts)
+            within_string = leaves_string_open(new, was_open=within_string)
+            begin = next(filter(None, map(str.lstrip, parts)), "")[:1]
+            return not within_string or begin not in ("{", "[", '"')
+
+        end_line = "\n" + self._signs[tools.end]
         while True:
-            part = yield from self._read_until(VALUE_END)
-            if part is None:
-                return None
-            parts.append(part)
-            within_string = leaves_string_open(part, was_open=within_string)
-            if is_text(types) or not within_string or parts[0].lstrip()[:1] not in ("{", "[", '"'):
-                return VALUE_END.join(parts)
+            parts.append((yield from self._read_up_to(_MAY_END_VALUE)))
+            if not (yield from self._peek()):
+                return None if self._is_cut_off else (self._in_words("".join(parts)), None)
+            passed, ends, next_key = "", False, None
+            if (yield from self._accept(VALUE_END)):
+                passed, ends = VALUE_END, True
+            elif (yield from self._accept(_FUNCTION_END_LINE)):
+                passed = _FUNCTION_END_LINE + (yield from self._read_blanks())
+                ends = yield from self._is_at_end((tools.end, tools.begin))
+            elif (yield from self._accept(end_line)):
+                passed = end_line + (yield from self._read_blanks())
+                ends = yield from self._is_at_end((tools.begin,))
+            elif (yield from self._is_next(_PARAMETER_LINE)):
+                for name in others:
+                    if (yield from self._accept(f"{_PARAMETER_LINE}{name}>")):
+                        passed, ends, next_key = f"{_PARAMETER_LINE}{name}>", True, name
+                        break
+            if ends and is_whole():
+                value = "".join(parts) + ("\n" if passed[0] == "\n" else "")
+                return self._in_words(value), next_key
+            parts.append(passed or (yield from self._next()))
+
+    def _is_at_end(self, marks: Sequence[str]) -> Reading[bool]:
+        """Whether one of these marks comes next, or nothing."""
+        for mark in marks:
+            if (yield from self._is_next(self._signs[mark])):
+                return True
+        return not (yield from self._peek())
 
     def _read_python(self, *, known_only: bool = False) -> Reading[bool]:
         """A list of calls as Python writes them; whether it was one, or begins with calls."""
@@ -329,7 +392,7 @@ class FamilyParser(OutputReader):
                 return False
             if not (yield from self._accept_after_blanks(",")):
                 return (yield from self._accept_after_blanks("]")) or True
-            self._unsettled = []
+            self._begin_unsettled()
             if (yield from self._accept_after_blanks("]")):
                 return True
 
@@ -502,3 +565,9 @@ def _number(word: str) -> str:
     except ValueError:
         return ""
     return json.dumps(value) if isfinite(value) else ""
+
+
+def _others(parameters: object, names: Container[str]) -> list[str]:
+    """The parameters but for these."""
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    return [p for p in properties if p not in names] if isinstance(properties, dict) else []

@@ -53,8 +53,10 @@ class OutputReader(ABC):
         self._signs = {mark: signs[mark] if mark in known else mark for mark in marks}
         self._spelt = {signs[mark]: mark for mark in known}
         self._buffer, self._place, self._ended = "", 0, False
+        self._is_cut_off = False  # known at the end
         self._length = 0  # of all that was pushed
         self._unsettled: list[str] | None = None
+        self._unsettled_from = 0  # where in the output that begins
         self._blanks: list[tuple[int, str]] = []
         self._has_content = False
         self._calls = 0
@@ -74,7 +76,7 @@ class OutputReader(ABC):
         """See `OutputParser`."""
         if self._blanks:
             return self._blanks[0][0]
-        return self._reached - len(self._in_words("".join(self._unsettled or ())))
+        return self._reached if self._unsettled is None else self._unsettled_from
 
     def plain_kind(self, text: str) -> TextKind | None:
         """See `OutputParser`."""
@@ -102,9 +104,9 @@ class OutputReader(ABC):
         self._length += len(self._spelt[sign])
         return self._advance(sign)
 
-    def finish(self) -> list[ParsedEvent]:
+    def finish(self, *, cut_off: bool = True) -> list[ParsedEvent]:
         """See `OutputParser`."""
-        self._ended = True
+        self._ended, self._is_cut_off = True, cut_off
         told = self._advance("")
         if not self._calls:
             self._tell_blanks()
@@ -182,6 +184,11 @@ class OutputReader(ABC):
     def _end_call(self) -> None:
         self._tell(ToolCallEnded, self._calls - 1, "")
 
+    def _begin_unsettled(self, mark: str = "") -> None:
+        """Whether what comes is a call will be known later, and of this mark, which was read last."""
+        self._unsettled = [mark] if mark else []
+        self._unsettled_from = self._reached - len(self._in_words(mark))
+
     def _give_up(self) -> None:
         """What was read since a mark was no call."""
         unsettled, self._unsettled = self._unsettled, None
@@ -237,6 +244,22 @@ class OutputReader(ABC):
         """The next character that is no blank."""
         yield from self._skip_blanks()
         return (yield from self._next())
+
+    def _read_up_to(self, end: re.Pattern[str]) -> Reading[str]:
+        """What comes before the next character of a class, as far as it is there."""
+        yield from self._peek()
+        begin, found = self._place, end.search(self._buffer, self._place)
+        self._place = len(self._buffer) if found is None else found.start()
+        text = self._buffer[begin : self._place]
+        if self._unsettled is not None:
+            self._unsettled.append(text)
+        return text
+
+    def _read_blanks(self) -> Reading[str]:
+        blanks: list[str] = []
+        while (char := (yield from self._peek())) and char in BLANKS:
+            blanks.append((yield from self._next()))
+        return "".join(blanks)
 
     def _skip_blanks(self) -> Reading[None]:
         while (char := (yield from self._peek())) and char in BLANKS:

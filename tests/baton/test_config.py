@@ -72,6 +72,7 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(clus
         ("router: {port: 65536}", "cluster.yaml: router.port: must be from 0 to 65535, not 65536"),
         ("router: {http_body_timeout_s: 0}", "router.http_body_timeout_s: must be from 1 to 86400"),
         ("router: {http_keep_alive_s: 0}", "router.http_keep_alive_s: must be from 1 to 86400"),
+        ("router: {sse_keep_alive_s: 0}", "router.sse_keep_alive_s: must be from 1 to 86400"),
         ("router: {root_path: llm}", "router.root_path: must be a path such as /llm"),
         ("router: {root_path: /llm/}", "router.root_path: must be a path such as /llm"),
         ("router: {root_path: /v1/x}", "router.root_path: must be a path such as /llm"),

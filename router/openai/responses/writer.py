@@ -17,7 +17,7 @@ from router.generation.generation_run import Delta, GenerationRun, take_logged
 from router.generation.parsed_choice import ParsedChoice
 from router.generation.planner import RequestContext
 from router.http.errors import error_details
-from router.http.streaming import json_text, model_event, named_event
+from router.http.streaming import KEEP_ALIVE, json_text, model_event, named_event
 from router.openai.logprobs import AT_ONCE, chat_entries
 from router.openai.responses.replies import (
     ArgumentsDoneEvent,
@@ -109,6 +109,8 @@ class ResponseWriter:
     calls have no parts.
     """
 
+    keep_alive = KEEP_ALIVE
+
     def __init__(
         self,
         context: RequestContext,
@@ -173,7 +175,8 @@ class ResponseWriter:
                     yield self._new("function_call", event.name), "", []
                 case ToolCallArguments():
                     yield self._items[-1], event.text, []
-        self._logged_before(self._parsed.settled)
+        if self._logged:
+            self._logged_before(self._parsed.settled)
         in_message = bool(self._items) and self._items[-1].kind == "message"
         if delta.finish is not None and self._logged and (in_message or self._parsed.is_text):
             yield self._item("message"), "", [entry for _, entry in self._logged]

@@ -8,6 +8,7 @@ import socket
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
+import httpx
 import pytest
 
 from baton.config.schema import RouterConfig
@@ -20,6 +21,7 @@ from tests.waits import soon
 pytestmark = pytest.mark.timeout(20)
 
 KEEP_ALIVE_S = 0.3
+_SAID = [{"role": "user", "content": "hi"}]
 _GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 
@@ -46,6 +48,36 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
         return cut.partial
     length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
     return head + await soon(reader.readexactly(int(length.split(b":")[1])))
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "sign"),
+    [
+        ("completions", {"prompt": "hi"}, b"\n\n:\n\n"),
+        ("chat/completions", {"messages": _SAID}, b"\n\n:\n\n"),
+        ("responses", {"input": "hi"}, b"\n\n:\n\n"),
+        ("messages", {"messages": _SAID, "max_tokens": 50}, b'event: ping\ndata: {"type":"ping"}\n\n'),
+    ],
+)  # fmt: skip
+async def test_a_stream_that_has_nothing_to_tell_for_a_while_is_kept_open(
+    path: str, asked: dict[str, object], sign: bytes
+) -> None:
+    body = {"model": "tiny", "stream": True, **asked}
+    async with (
+        serve(sse_keep_alive_s=0.01) as served,
+        listening(served.app) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        served.says("hello world")
+        served.generator.pause_after = 1
+        async with client.stream("POST", f"/v1/{path}", json=body) as reply:
+            got = b""
+            async for piece in reply.aiter_raw():
+                got += piece
+                if sign in got:
+                    served.generator.gate.set()
+        assert reply.status_code == 200
+        assert sign in got[: -len(sign)]
 
 
 async def test_a_connection_is_kept_for_the_next_request_and_closed_after_a_while():

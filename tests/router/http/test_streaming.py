@@ -2,12 +2,14 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.types import Message
 
+from baton.errors import UnavailableError
 from router.generation.generation_run import merged
 from router.http.errors import ClientGoneError
-from router.http.streaming import EventStream, while_connected
+from router.http.streaming import KEEP_ALIVE, EventStream, one_line_each, while_connected
 from tests.waits import soon
 
 
@@ -167,3 +169,83 @@ async def test_no_more_sources_are_begun_once_one_has_failed():
         async for _ in merged([refused() for _ in range(100)]):
             pass
     assert begun < 20
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["begun", "not begun"])
+async def test_a_stream_without_pieces_is_kept_alive_until_there_are_more(begun: bool) -> None:
+    alive = asyncio.Event()
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        if begun:
+            yield b"data: 1\n\n"
+        await soon(alive.wait())
+        yield b"data: 2\n\n"
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if message.get("body") in (b"event: ping\n\n", KEEP_ALIVE):
+            alive.set()
+
+    stream = EventStream(pieces(), _ignore, keep_alive=b"event: ping\n\n", interval_s=0.001)
+    await stream({"path": "/"}, _never, send)
+    assert sent.pop(0)["type"] == "http.response.start"
+    said = [message["body"] for message in sent]
+    if begun:
+        assert said.pop(0) == b"data: 1\n\n"
+    assert said[-2:] == [b"data: 2\n\n", b""]
+    assert set(said[:-2]) == {b"event: ping\n\n" if begun else KEEP_ALIVE}
+
+
+async def test_a_stream_that_began_without_pieces_tells_a_fault_as_an_event() -> None:
+    alive = asyncio.Event()
+
+    async def refused() -> AsyncGenerator[bytes, None]:
+        await soon(alive.wait())
+        if alive.is_set():
+            raise UnavailableError("nobody is there")
+        yield b""
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        alive.set()
+
+    await EventStream(refused(), _ignore, interval_s=0.001)({"path": "/"}, _never, send)
+    assert [message["type"] for message in sent].count("http.response.start") == 1
+    assert b'"nobody is there"' in sent[-2]["body"]
+
+
+async def test_a_client_that_is_slow_is_not_sent_more_to_keep_it() -> None:
+    asked, taken = asyncio.Event(), asyncio.Event()
+    sent: list[bytes] = []
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n"
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+        if sent[-1].startswith(b"data"):
+            asked.set()
+            await soon(taken.wait())
+
+    stream = EventStream(pieces(), _ignore, interval_s=0.0)
+    serving = asyncio.create_task(stream({"path": "/"}, _never, send))
+    await soon(asked.wait())
+    for _ in range(100):  # in each it looks
+        await asyncio.sleep(0)
+    assert sent[-1] == b"data: 1\n\n"
+    taken.set()
+    await serving
+    assert sent[-1] == b""
+
+
+def test_what_unicode_takes_for_line_ends_is_escaped() -> None:
+    said = "a\u2028b\u2029c\u0085d\u2026\u00e9"
+    event = b"data: " + msgspec.json.encode({"content": said}) + b"\n\n"
+    line, *rest = one_line_each(event).decode().splitlines()
+    assert rest == [""]
+    assert msgspec.json.decode(line.removeprefix("data: ")) == {"content": said}
+    assert one_line_each(b"data: {}\n\n") == b"data: {}\n\n"

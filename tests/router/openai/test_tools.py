@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from llguidance import LLMatcher
 
@@ -201,6 +202,20 @@ async def test_reasoning_is_told_apart_and_counted_as_reasoning() -> None:
         assert "reasoning" not in message["message"]
 
 
+async def test_whether_a_prompt_ends_within_reasoning_is_read_off_what_is_left_of_it() -> None:
+    template = "<think>{% for m in messages %}{{ m.content }}{% endfor %}</think>"
+    async with serve(chat_template=template) as served:
+        served.says("still</think>42")
+        kept: dict[str, Any] = {
+            "truncate_prompt_tokens": len("<think>"),
+            "truncation_side": "right",
+        }
+        (choice,) = (await served.chat(**kept)).json()["choices"]
+        begun = served.generator.requests[-1].prompt.prompt_tokens
+        assert await served.tokenizer.decode(list(begun)) == "<think>"
+        assert choice["message"]["reasoning"] == "still"
+
+
 @pytest.mark.parametrize("field", ["max_thinking_tokens", "thinking_token_budget"])
 async def test_a_budget_for_thinking_is_a_grammar(field: str) -> None:
     async with serve(chat_template=TEMPLATE) as served:
@@ -311,6 +326,33 @@ async def test_a_call_whose_arguments_are_not_whole_can_be_sent_back(
         assert f"<tool_call>now{given}</tool_call>" in await prompt()
 
 
+@pytest.mark.parametrize(
+    ("before", "written"),
+    [
+        ("I look.", "I look.\n\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"),
+        (None, "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</function>\n</tool_call>"),
+        (None, "<tool_call>\n<function=weather>\n<parameter=city>\nOslo"),
+    ],
+    ids=["mark", "tag", "all at the end"],
+)  # fmt: skip
+async def test_a_call_is_one_though_its_model_leaves_marks_out(
+    before: str | None, written: str
+) -> None:
+    said = [{"role": "user", "content": "hi"}]
+    async with serve(chat_template=TEMPLATE, tool_call_parser="qwen3_coder") as served:
+        served.says(written)
+        (choice,) = (await served.chat(tools=[WEATHER])).json()["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (before, "tool_calls")
+        (called,) = choice["message"]["tool_calls"]
+        assert json.loads(called["function"]["arguments"]) == {"city": "Oslo"}
+        schema = WEATHER["function"]["parameters"]
+        tools = [{"name": "weather", "input_schema": schema}]
+        body = {"model": MODEL, "max_tokens": 300, "messages": said, "tools": tools}
+        reply = (await served.http.post("/v1/messages", json=body)).json()
+        assert reply["stop_reason"] == "tool_use"
+        assert reply["content"][-1]["input"] == {"city": "Oslo"}
+
+
 HARMONY = (
     "{{ reasoning_effort }}{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
     "{% if m.thinking %}[{{ m.thinking }}]{% endif %}"
@@ -350,6 +392,32 @@ async def test_harmony_is_held_to_headers_where_there_is_a_form() -> None:
         assert reply.status_code == 200, reply.text
         assert "functions.weather" in grammar(served)
         assert "final" not in grammar(served)
+
+
+@pytest.mark.parametrize(
+    ("parser", "texts"),
+    [("none", ["hm\n42"]), ("auto", ["hm", "42"])],
+    ids=["content", "reasoning"],
+)
+async def test_messages_of_harmony_are_taken_apart_though_no_tools_or_reasoning_are_looked_for(
+    parser: str, texts: list[str]
+) -> None:
+    said = [{"role": "user", "content": "hi"}]
+    async with serve(chat_template=HARMONY, reasoning_parser=parser) as served:
+
+        async def ask(path: str, **fields: Any) -> httpx.Response:
+            served.says(f"{ANALYSIS}<|channel|>final<|message|>42")
+            return await served.http.post(f"/v1/{path}", json={"model": MODEL} | fields)
+
+        message = (await ask("chat/completions", messages=said)).json()["choices"][0]["message"]
+        assert [*filter(None, (message.get("reasoning"), message["content"]))] == texts
+        *chunks, _ = events((await ask("chat/completions", messages=said, stream=True)).text)
+        told, _ = message_of(chunks)
+        assert [*filter(None, (told["reasoning"], told["content"]))] == texts
+        items = (await ask("responses", input="hi", max_output_tokens=300)).json()["output"]
+        assert [part["text"] for item in items for part in item["content"]] == texts
+        blocks = (await ask("messages", messages=said, max_tokens=300)).json()["content"]
+        assert [block.get("thinking") or block["text"] for block in blocks] == texts
 
 
 async def test_the_template_of_harmony_sees_reasoning_unless_it_would_refuse_it() -> None:

@@ -348,6 +348,37 @@ def accepted(grammar: str, tokenizer: Tokenizer, text: str) -> bool:
 
 
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+def test_strict_tools_are_held_to_in_calls_without_their_mark(as_tokens: bool) -> None:
+    marks = TOOL_FAMILIES["qwen3_coder"].marks if as_tokens else ()
+    tokenizer = byte_tokenizer(marks, special=False)
+    made = detect_format(None, tokenizer.token_to_id, tool_call_parser="qwen3_coder")
+    form = AnswerForm(
+        kind="calls",
+        value={tool.name: tool.parameters for tool in TAGGED[:2]},
+        param="tools",
+        calls=made.strict_lark(TAGGED[:2], parallel=True, schema=CALL_SCHEMA, thinks=True),
+        call_schemas=tuple(made.call_schemas(TAGGED[:2])),
+    )
+    grammar = grammar_of(form, ()).text
+    bare = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+    end = "</tool_call>"
+    for text in (
+        bare,
+        f"Well: {bare}{end} and <tool_call>\n{bare}{end}{bare}{end}",
+        f"{bare}\n{bare}<function=now>\n</function>\n",
+        "a <function=sub> is not there, nor is <function=addition> or <function=",
+    ):
+        assert accepted(grammar, tokenizer, text), text
+    for text in (
+        bare.replace("1", "x"),
+        f"Well: {bare}{end}{bare.replace('1', 'x')}",
+        "what <function=add> does",
+        f"<tool_call>\n{bare.replace('add', 'sub')}{end}",
+    ):
+        assert not accepted(grammar, tokenizer, text), text
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
 def test_text_is_free_where_tools_are_strict_and_calls_are_not(as_tokens: bool) -> None:
     marks = (*TOOL_FAMILIES["hermes"].marks, "<think>", "</think>") if as_tokens else ()
     tokenizer = byte_tokenizer(marks, special=False)

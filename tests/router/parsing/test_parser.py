@@ -1,6 +1,7 @@
 """What each family's models write is taken apart, wherever its text is cut."""
 
 import json
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.http.fields import JsonObject
 from router.parsing.events import (
     ContentText,
     ParsedEvent,
@@ -79,6 +81,7 @@ def parsed(
     *,
     in_reasoning: bool = False,
     tools: Sequence[ToolSchema] = TOOLS,
+    cut_off: bool = True,
 ) -> Said:
     """With marks that are tokens told by their ids, and the text between them cut at some places;
     what need not be pushed is not.
@@ -114,7 +117,7 @@ def parsed(
             check_places(made, text, settled, gained)
             events += gained
             at += end - begin
-    check_places(made, text, parser.settled, gained := parser.finish())
+    check_places(made, text, parser.settled, gained := parser.finish(cut_off=cut_off))
     assert parser.settled == len(text)
     return said([*events, *gained])
 
@@ -288,6 +291,8 @@ PIECES = st.sampled_from(
         *"[](){}<>\"'\\,:=;* \n",
         *("now", "get_weather", "city", "name", "arguments", "x", "-1.5e3", "\\u", "d83d", "null"),
         *('{"name": "now", "arguments": {', "[now(", "[now(x=", "<function=now>", "<parameter=x>"),
+        *("<function=get_weather>", "\n<parameter=city>", "\n<parameter=days>", "</parameter>"),
+        "\n</function>",
         *("assistant", "analysis", "final", " to=functions.now", " to=now"),
         *("\n```json\n", "function", "<think>", "</think>", "**{", '"' * 3, "True"),
     ]
@@ -305,9 +310,9 @@ def test_whatever_a_model_writes_is_taken_apart_the_same_way(
     text = "".join(data.draw(st.lists(pieces, max_size=30)))
     reasoning = "openai_gptoss" if family == "openai" else "qwen3"
     made = output_format(family, reasoning, as_tokens=as_tokens)
-    inside = data.draw(st.booleans())
-    cut = parsed(made, text, data.draw(CUTS), in_reasoning=inside)
-    assert cut == parsed(made, text, in_reasoning=inside)
+    inside, cut_off = data.draw(st.booleans()), data.draw(st.booleans())
+    cut = parsed(made, text, data.draw(CUTS), in_reasoning=inside, cut_off=cut_off)
+    assert cut == parsed(made, text, in_reasoning=inside, cut_off=cut_off)
 
 
 @pytest.mark.parametrize(
@@ -407,6 +412,10 @@ def test_text_between_and_behind_calls_is_content() -> None:
         ("mistral", "[TOOL_CALLS] but none"),
         ("deepseek_v3", "<｜tool▁calls▁begin｜>nothing"),
         ("qwen3_coder", "<tool_call>\nno function"),
+        ("qwen3_coder", "so <function=nobody>\n<parameter=x>\n1\n</parameter>\n</function>"),
+        ("qwen3_coder", "`<function=now>` is how now is called"),
+        ("qwen3_coder", "<function= now >\n</function>"),
+        ("qwen3_coder", "<function=now>"),
         ("deepseek_v31", "<｜tool▁call▁begin｜>" + "x" * 1000),
         ("mistral", "[TOOL_CALLS]now[CALL_ID]" + "x" * 1000),
         ("pythonic", "[1, 2, 3]"),
@@ -479,6 +488,76 @@ def test_parameters_that_are_no_json_are_texts(value: str) -> None:
         f"{value}</parameter><parameter=days>1</parameter></function></tool_call>"
     )
     assert parsed(made, text).arguments() == [{"days": value}]
+
+
+CITY = "<parameter=city>\nOslo"
+DAYS = "<parameter=days>\n3"
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("mark", ["<tool_call>\n", ""], ids=["marked", "bare"])
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        (f"{CITY}\n</parameter>\n{DAYS}\n</parameter>\n</function>\n</tool_call>", [{"city": "Oslo", "days": 3}]),
+        (f"{CITY}\n{DAYS}\n</parameter>\n</function>\n</tool_call>", [{"city": "Oslo", "days": 3}]),
+        (f"{DAYS}\n{CITY}\n\n</function>\n\n</tool_call>", [{"days": 3, "city": "Oslo\n"}]),
+        (f"{CITY}\n</tool_call>", [{"city": "Oslo"}]),
+        (f"{CITY}\n</function>\n<tool_call>\n<function=now>\n</function>\n</tool_call>", [{"city": "Oslo"}, {}]),
+        (f"{CITY}\n</parameter>\n</function>\n<function=now>\n</function>\n</tool_call>", [{"city": "Oslo"}, {}]),
+        (f"{CITY}\n</function>", [{"city": "Oslo"}]),
+        (f"{CITY}\n", [{"city": "Oslo"}]),
+        (f"{CITY}\n{DAYS}\n</parameter>\n</fun", [{"city": "Oslo", "days": 3}]),
+        (f"{CITY}\n<parameter=days", [{"city": "Oslo\n<parameter=days"}]),
+        (f"{CITY}\n</parameter>\n<parameter=days", [{"city": "Oslo"}]),
+    ],
+)  # fmt: skip
+def test_tags_that_models_leave_out_end_a_call_all_the_same(
+    written: str, arguments: list[object], mark: str, as_tokens: bool
+) -> None:
+    made = output_format("qwen3_coder", None, as_tokens=as_tokens)
+    text = f"I look.\n\n{mark}<function=get_weather>\n{written}"
+    found = parsed(made, text, cut_off=False)
+    assert (found.content, found.arguments()) == ("I look.", arguments)
+    assert all(parsed(made, text, [cut], cut_off=False) == found for cut in range(len(text)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a\n</function>\nb",
+        "a\n</tool_call>\nb",
+        "a\n<parameter=other>\nb",
+        "a\n<parameter=city>\nb",
+        "a <parameter=days>b</function></tool_call>",
+        "a\n</function>\n<function=now>\nb",
+    ],
+)
+def test_lines_of_a_value_that_end_no_call_are_its_own(value: str) -> None:
+    made = output_format("qwen3_coder", None, as_tokens=False)
+    text = qwen3_coder(("get_weather", {"city": value, "days": 3}))
+    found = parsed(made, text, range(len(text)))
+    assert (found.content, found.arguments()) == ("", [{"city": value, "days": 3}])
+
+
+def test_a_line_within_quotes_ends_no_value_that_is_json() -> None:
+    made = output_format("qwen3_coder", None, as_tokens=False)
+    schema: JsonObject = {"type": "object", "properties": {"a": {"type": "array"}, "b": {}}}
+    value = '["\n<parameter=b>\n</function>\n</tool_call>"]'
+    text = qwen3_coder(("now", {"a": value, "b": 3}))
+    tools = [ToolSchema(name="now", parameters=schema)]
+    assert parsed(made, text, tools=tools).arguments() == [{"a": value, "b": "3"}]
+
+
+def test_a_parameter_that_is_cut_off_is_none_however_it_goes_on() -> None:
+    made = output_format("qwen3_coder", None, as_tokens=True)
+    text = f"<tool_call><function=get_weather>\n{CITY}\n</parameter>\n{DAYS}"
+    for rest in ("", "\n", "\n</par", "\n</function"):
+        assert parsed(made, text + rest).calls == [("get_weather", '{"city": "Oslo"')]
+    for begun in ("<", "<param", "<parameter=da", "</func"):
+        cut = text.replace(DAYS, begun)
+        assert parsed(made, cut).calls == [("get_weather", '{"city": "Oslo"')]
+        assert not parsed(made, cut).content
 
 
 def test_text_that_merely_spells_a_mark_is_text_where_marks_are_tokens() -> None:
@@ -614,3 +693,20 @@ def test_text_that_can_mean_nothing_else_need_not_be_pushed() -> None:
             parser.push_text(text)
     thought, content = ReasoningText, ContentText
     assert kinds == [None, thought, None, None, thought, None, None, None, content, None, None, content, content]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "mark"), [("llama3_json", "", ""), ("hermes", "Well:", "<tool_call>")]
+)
+def test_where_unsettled_text_begins_is_told_without_reading_it_again(
+    family: str, before: str, mark: str
+) -> None:
+    parser = output_format(family, None, as_tokens=False).parser(TOOLS, in_reasoning=False)
+    parser.push_text(f'{before}{mark}{{"arguments": "' + "x" * 1_000_000)
+    tracemalloc.start()
+    try:
+        settled, (_, most_bytes) = parser.settled, tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert settled == len(before)
+    assert most_bytes < 1000
