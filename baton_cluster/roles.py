@@ -338,7 +338,7 @@ def _hello(child: Child, built: "BuiltEngine | SimulatedEngine | BuiltVllm") -> 
         max_model_len=limits.longest_text,
         vocab_size=limits.vocab_size,
         num_blocks=built.num_blocks if isinstance(built, BuiltVllm) else limits.num_blocks,
-        max_num_seqs=limits.max_num_seqs,
+        max_num_seqs=limits.max_running,
         transfer_address=worker.advertise_address or worker.address,
     )
 

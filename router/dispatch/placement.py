@@ -78,7 +78,7 @@ class Placement:
             self.log.refused()
             return Unavailable(reason="no worker is available")
         usable, small = self._by_size(usable, prompt)
-        if len(small) == len(usable):
+        if not usable:
             self.log.refused()
             return Unavailable(reason="no worker that is available has room for so long a text")
         demand = self._demand(request, prompt, now_s)
@@ -121,8 +121,9 @@ class Placement:
         """`decode` with another worker that can prefill `prompt` for it, if there is one: it is to do so, and is
         expected to hold the prompt's blocks soon.
         """
+        tokens, samples = prompt.num_tokens + 1, len(prompt.samples)
         connected = self._prefillers_for(decode, avoid, now_s)
-        usable, _ = self._by_size(connected, prompt)
+        usable = [worker for worker in connected if worker.holds(tokens, samples)]
         if not usable:
             return None
         demand = self._demand(request, prompt, now_s)
@@ -203,9 +204,9 @@ class Placement:
     def _connected_pair(
         self, workers: Collection[WorkerView], demand: Demand
     ) -> Pair | Unavailable:
-        """The policy's choice of the pairs that can hand KV over. Where the chosen two cannot, another prefill worker hands
-        over to the same decode worker; where none can, that one is left out; and where it is the last that takes KV, it
-        computes the prompt. Each costs another choice.
+        """The policy's choice of the pairs that can hand KV over. Where the chosen two cannot, another prefill worker
+        hands over to the same decode worker; where none can, that one is left out; and where it is the last that takes
+        KV and has room, it computes the prompt. Each costs another choice.
         """
         chosen = self._policy.pair(workers, demand, self._rng)
         while isinstance(chosen, Pair) and not chosen.local:
@@ -221,7 +222,10 @@ class Placement:
             ]
             if able:
                 workers = [*able, decode]
-            elif any(worker.takes_kv and worker is not decode for worker in workers):
+            elif any(
+                worker.takes_kv and worker is not decode and worker.identity not in demand.full
+                for worker in workers
+            ):
                 workers = [worker for worker in workers if worker is not decode]
             else:
                 workers = [w for w in workers if w is decode or not w.can_prefill]
@@ -232,13 +236,17 @@ class Placement:
         self, workers: Sequence[WorkerView], prompt: Prompt
     ) -> tuple[Sequence[WorkerView], Set[WorkerIdentity]]:
         """Those of `workers` that can hold `prompt`, and which of these cannot hold its output beside it: some may have
-        less memory than those whose length is served.
+        less memory than those whose length is served. Where all that decode by their role are among the latter, those
+        that can hold both run it as a whole, and no others are left.
         """
         tokens, samples = _whole_text(prompt)
         if self._view.all_hold(tokens, samples):
             return workers, frozenset()
         able = tuple(w for w in workers if w.holds(prompt.num_tokens + 1, samples))
-        return able, frozenset(w.identity for w in able if not w.holds(tokens, samples))
+        small = frozenset(w.identity for w in able if not w.holds(tokens, samples))
+        if all(worker.identity in small for worker in decoders_of(able)):
+            return tuple(worker for worker in able if worker.identity not in small), frozenset()
+        return able, small
 
     def _prefillers_for(
         self, decode: WorkerView, avoid: Set[WorkerIdentity], now_s: float

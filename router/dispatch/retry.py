@@ -30,8 +30,8 @@ from router.routing.policy import Unavailable
 from router.routing.view import ClusterView
 
 MOVED_AT_ONCE = 64
-"""About so many attempts are moved to other workers in one tick, however many were lost together: more would keep the
-router from all else.
+"""About so many attempts are moved to other workers in one tick, of those whose workers fell silent and of those that
+wait: more would keep the router from all else.
 """
 
 
@@ -106,8 +106,8 @@ class RetryController:
 
     Attributes:
         counters: Counted since the start.
-        waits_for_room: Whether attempts wait since no worker has room for the first of them: all are full, or there is
-            none.
+        waits_for_room: Whether attempts wait that no worker was asked about: the first of them has no room, or there
+            are more than a tick moves.
     """
 
     def __init__(
@@ -296,8 +296,8 @@ class RetryController:
         """Looks again for workers for the attempts that wait for some; fails those that have waited for too long. To be
         called several times per second.
 
-        They are placed in their order and as there is room for them, like requests in the admission queue: the first
-        worker that is heard again after a long silence is not sent all that the others had.
+        They are placed as there is room for them, like requests in the admission queue, and each that was tried in vain
+        is tried behind the others: the first worker that is heard again after a long silence is not sent all that the others had.
         """
         self.waits_for_room = False
         if not self._waiting:
@@ -305,6 +305,7 @@ class RetryController:
         if not self._placement.has_workers(now_s):
             self.waits_for_room = True
             return self._give_up_late(tuple(self._waiting), now_s)
+        self.waits_for_room = len(self._waiting) > MOVED_AT_ONCE
         actions: list[Action] = []
         tried: list[Attempt] = []
         for attempt in tuple(islice(self._waiting, MOVED_AT_ONCE)):

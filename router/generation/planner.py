@@ -223,8 +223,9 @@ class RequestPlanner:
         if not tokens:
             raise InvalidRequestError("The prompt has no tokens.", param=body.prompt_field)
         if body.num_samples > model.max_samples:
-            message = f"n: The workers run at most {model.max_samples} samples of a prompt at once, not {body.num_samples}."
-            raise InvalidRequestError(message, param="n")
+            field, most = body.num_samples_field, model.max_samples
+            message = f"{field}: Workers run at most {most} samples of a prompt at once."
+            raise InvalidRequestError(message, param=field)
         sampling = sampling_params(
             body,
             self._defaults,

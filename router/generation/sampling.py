@@ -140,6 +140,11 @@ class SamplingBody(Body):
         return 1
 
     @property
+    def num_samples_field(self) -> str:
+        """The field that says so."""
+        return "n"
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many likeliest tokens are listed beside each drawn one; None for no log-probabilities at all."""
         return None

@@ -336,6 +336,11 @@ class CompletionRequest(GenerationBody):
         return max(self.best_of or 1, self.n or 1)
 
     @property
+    def num_samples_field(self) -> str:
+        """The field that says so."""
+        return "best_of" if (self.best_of or 1) > (self.n or 1) else "n"
+
+    @property
     def prompt_field(self) -> str:
         """The field that holds what the model continues."""
         return "prompt"

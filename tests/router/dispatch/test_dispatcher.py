@@ -1025,6 +1025,17 @@ def heard(core, *names: str):
         core(LoadReported(worker=core.view.find(name).identity, load=WorkerLoad()))
 
 
+def test_while_more_wait_than_a_tick_moves_nothing_else_is_to_be_begun():
+    core = Core()
+    for number in range(MOVED_AT_ONCE + 10):
+        core.submit(name=f"r{number}")
+    core.join("p0", "d0")
+    assert core.dispatcher.waits_for_room
+    core.pass_time(0.05)
+    assert not core.dispatcher.waits_for_room
+    assert core.view.find("p0").prefills == MOVED_AT_ONCE + 10
+
+
 def test_the_first_worker_that_is_heard_again_is_not_sent_what_all_others_had():
     names = [f"h{number}" for number in range(8)]
     core = all_silent(*names, requests=24)

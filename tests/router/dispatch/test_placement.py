@@ -2,7 +2,7 @@ from random import Random
 
 import pytest
 
-from baton.errors import IncompatibleError
+from baton.errors import IncompatibleError, TransferError
 from baton.generation import Prompt, SamplingParams
 from baton.ids import RequestId, Role, WorkerId
 from router.admission.capacity import MeasuredSpeed, WorkerCapacity
@@ -228,3 +228,46 @@ def test_who_takes_over_a_prompt_can_hold_it():
     assert sizes.placement.another_pair(request, prompt, decode, frozenset(), 0.0) is not None
     assert sizes.placement.another_pair(request, prompt, decode, {gone}, 0.0) is None
     assert sizes.placement.single_worker(request, prompt, sizes.small.identity, 0.0) is None
+
+
+@POLICIES
+def test_a_prefill_worker_runs_a_text_that_the_decode_worker_that_is_left_could_not_hold(policy):
+    sizes = OfTwoSizes(policy)
+    sizes.lose("d0", "p0")
+    greeting = hello("d1", Role.DECODE, max_model_len=1050)
+    sizes.view.join(greeting, "unix:d1", 0.0)
+    assert sizes.choose(100) == ("p1", "p1")
+
+
+@POLICIES
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_decode_worker_that_no_peer_reaches_computes_the_prompt_where_no_other_has_room(
+    policy, is_full
+):
+    index = PrefixIndex()
+    view = ClusterView(index)
+    other = {} if is_full else {"max_model_len": 1050}
+    greetings = {
+        "p0": hello("p0", Role.PREFILL),
+        "d0": hello("d0", Role.DECODE),
+        "d1": hello("d1", Role.DECODE, **other),
+    }
+    workers = {n: view.join(greeting, "unix:w", 0.0) for n, greeting in greetings.items()}
+    capacity = WorkerCapacity(view, MeasuredSpeed(), prefill_window_tokens=4096)
+    placement = Placement(
+        view=view,
+        index=index,
+        policy=policy_named(policy),
+        secret=b"s" * 32,
+        rng=Random(0),
+        capacity=capacity,
+    )
+    if is_full:
+        workers["d1"].legs, workers["d1"].decode_sequences = 10, 10
+    broken = workers["p0"].identity, workers["d0"].identity
+    view.link_failed(*broken, TransferError("no way"), 0.0)
+    prompt = Prompt(prompt_tokens=tuple(range(100)), sampling=SamplingParams(max_tokens=3000))
+    asked = GenerationRequest(request_id=RequestId("r"), prompt=prompt, timeout_s=9.0)
+    pair = placement.choose(RequestState(asked, 0.0), prompt, frozenset(), 0.0)
+    assert isinstance(pair, Pair)
+    assert pair.prefill is pair.decode is workers["d0"]
