@@ -172,9 +172,9 @@ async def test_a_router_whose_clock_is_wrong_takes_no_other_out(ahead_s, tmp_pat
     async with a_redis("fakeredis", tmp_path) as url, open_redis(url, 5.0) as redis:
         books, registry = Books(), CollectorRegistry()
         await exchange(redis, "r2", Books({"1/b": 2.0})).exchange()
-        content = (await redis.hget(KEY, "r2"))[HEAD_BYTES:]
+        sealed: Any = await redis.hget(KEY, "r2")
         seal = Seal(SECRET, "router shares")
-        theirs = seal.close("r2", content, round(1000 * (time.time() - ahead_s)))
+        theirs = seal.close("r2", sealed[HEAD_BYTES:], round(1000 * (time.time() - ahead_s)))
         await redis.hset(KEY, "r2", theirs)
         await exchange(redis, "r1", books, refused=RefusedValues(registry)).exchange()
         assert books.heard == [{}]
