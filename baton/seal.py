@@ -23,6 +23,12 @@ class SealError(ValueError):
     """A value that is not taken; the text is one of a few, fit for a log."""
 
 
+class SealTimeError(SealError):
+    """A value of this cluster's that is not taken by the clock here. By another process' clock it may be good: who
+    refuses it leaves it where it is.
+    """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsealed:
     """What was sealed.
@@ -62,8 +68,8 @@ class Seal:
         """What was sealed under `name`, however long ago.
 
         Raises:
-            SealError: Nothing was, by this cluster, or by a clock that is further ahead than clocks are;
-                or it is too long.
+            SealError: Nothing was, by this cluster; or it is too long.
+            SealTimeError: It was, by a clock that is further ahead than clocks are.
         """
         if len(sealed) > HEAD_BYTES + max_bytes:
             raise SealError("too long")
@@ -73,17 +79,17 @@ class Seal:
             raise SealError("not sealed with this cluster's secret")
         sealed_ms = int.from_bytes(at, "little")
         if sealed_ms > self.now_ms() + MAX_SKEW_S * 1000:
-            raise SealError("sealed in the future: do the hosts' clocks differ?")
+            raise SealTimeError("sealed in the future: do the hosts' clocks differ?")
         return Unsealed(content=content, sealed_ms=sealed_ms)
 
     def check_age(self, opened: Unsealed, life_s: float) -> None:
         """For what holds for `life_s` only.
 
         Raises:
-            SealError: That is over.
+            SealTimeError: That is over.
         """
         if opened.sealed_ms < self.now_ms() - (life_s + MAX_SKEW_S) * 1000:
-            raise SealError("out of date: an old value, or do the hosts' clocks differ?")
+            raise SealTimeError("out of date: an old value, or do the hosts' clocks differ?")
 
     def _mac(self, name: str, at: bytes, content: bytes) -> bytes:
         named = name.encode(errors="surrogatepass")

@@ -100,8 +100,11 @@ class Notify(Protocol):
     def progress(self, what: str, done: float | None = None) -> None:
         """How far the start is; `done` is a share from 0 to 1."""
 
+    def serving(self) -> None:
+        """Requests are taken, if there are workers; a stop waits for them from now on."""
+
     def ready(self) -> None:
-        """This process serves."""
+        """This process serves, with the workers that it waited for."""
 
 
 async def run(
@@ -197,6 +200,7 @@ async def run(
             ) as http,
             _announcing(parts, notify, discovers=discovery is not None),
         ):
+            notify.serving()
             await http.stopped_by(stop)
             generator = parts.generator
             if not await generator.drain(config.cluster.drain_timeout_s):

@@ -212,7 +212,8 @@ class RouterConfig:
         max_connections: HTTP connections on which requests are answered. Where there are as many, one without a request
             gives way to a new one, and where all have one, probes are answered still.
             None for what the limit of file descriptors leaves.
-        max_attempts: How often the legs of a request may be started before it fails.
+        max_attempts: How often the legs of a request may be started before it fails; those that decoded on a worker
+            which drained, and outlasted that, do not count.
         worker_wait_s: How long a request waits while there is no worker that could take it; then 503. About what a
             restart takes, model included. One whose client has some of its tokens waits until its deadline.
         silence_timeout_s: A worker that says nothing for this long, a second at least, though it should twice per

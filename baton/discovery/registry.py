@@ -3,7 +3,7 @@ and for how long it holds.
 
 Redis is a hint: a registration tells where to ask, and what answers there tells what it is. Each is sealed with the
 cluster's secret (`baton.seal`), bound to the scope, to the process and to its time; what is not is refused,
-counted and removed.
+counted and removed. What is, and is out of time by the clock here, is refused and counted alone: it ends with its lease.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from msgspec import Meta
 from baton.errors import UnavailableError
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
 from baton.redis_link import asked
-from baton.seal import HEAD_BYTES, Seal, SealError
+from baton.seal import HEAD_BYTES, Seal, SealError, SealTimeError
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -148,7 +148,8 @@ class Registry:
                 found.append(self._opened(name, sealed))
             except ValueError as error:  # SealError, and msgspec's
                 faults.append(str(error) if isinstance(error, SealError) else "malformed")
-                foreign.append(name)
+                if not isinstance(error, SealTimeError):
+                    foreign.append(name)
         if foreign:
             await self._run("withdraw", *foreign)
         return Registered(registrations=tuple(found), faults=tuple(faults))

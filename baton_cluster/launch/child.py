@@ -55,13 +55,13 @@ class Child:
         self.stop = asyncio.Event()
         self.on_workers: Callable[[WorkersChanged], None] | None = None
         self._end = end
-        self._is_ready = False
+        self._serves = False
         self._last_progress: tuple[str, float] = ("", 0.0)
 
     @property
-    def is_ready(self) -> bool:
-        """Whether `ready` was called."""
-        return self._is_ready
+    def serves(self) -> bool:
+        """Whether something may be in flight here: `serving` or `ready` was called."""
+        return self._serves
 
     def progress(self, what: str, done: float | None = None) -> None:
         """Tells the launcher how far the start is; from any thread, as often as one likes."""
@@ -72,9 +72,13 @@ class Child:
         self._last_progress = (what, now_s)
         self._end.send(Progress(what=what, done=done))
 
+    def serving(self) -> None:
+        """From now on a stop waits for what is in flight, though the launcher is told later that this process serves."""
+        self._serves = True
+
     def ready(self) -> None:
         """Tells the launcher that this process serves."""
-        self._is_ready = True
+        self.serving()
         self._end.send(Ready())
 
     def ask_for_workers(self, request: ScaleRequest) -> None:
@@ -206,7 +210,7 @@ async def _live(
     stopped = asyncio.ensure_future(child.stop.wait())
     await asyncio.wait({role, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    if role.done() or child.is_ready:
+    if role.done() or child.serves:
         await role
     # Else it is asked to go while it starts: nothing is in flight, and what it loads is not needed.
 

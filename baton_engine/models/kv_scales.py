@@ -9,7 +9,8 @@ where g is the norm's gain.
     exact to 6 %             usual  headroom                and what is a five-hundredth of it keeps all its bits
 
 So every worker that holds a model has the same scales, no prompt is needed to find them, and no page carries any. They
-are powers of two: to divide by them rounds nothing. A change of this rule changes what pages mean (`PROTOCOL_VERSION`).
+are powers of two: to divide by them rounds nothing. A change of this rule changes what pages mean: hand-offs are kept
+apart by `PROTOCOL_VERSION`, and blocks that a pool has kept only by what names them (`KvLayout.content_digest`).
 """
 
 from typing import Protocol

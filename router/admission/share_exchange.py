@@ -2,7 +2,7 @@
 
 One hash holds a field per router: a number that grows with every message, and its totals, sealed with the cluster's
 secret. A router whose number stands still for a lease is taken out by any that notices, and so is what no router of the
-cluster wrote, or wrote long ago. While Redis is away every router is fair by itself, and asks again.
+cluster wrote. What one wrote that is out of time by the clock here is not heard: the others may hear it. While Redis is away every router is fair by itself, and asks again.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from baton.clock import Clock, MonotonicClock
 from baton.config.schema import BatonConfig
 from baton.errors import UnavailableError
 from baton.redis_link import RefusedValues, asked, open_redis
-from baton.seal import MAX_SKEW_S, Seal, SealError
+from baton.seal import MAX_SKEW_S, Seal, SealError, SealTimeError
 from baton.telemetry.logs import get_logger
 from router.admission.shares import MAX_ACCOUNTS, Totals
 
@@ -132,7 +132,8 @@ class ShareExchange:
                 messages[router] = self._opened(router, text)
             except ValueError as error:
                 faults.append(str(error))
-                foreign.append(name)
+                if not isinstance(error, SealTimeError):
+                    foreign.append(name)
         self._refused.note(_READER, faults)
         silent = self._silent(messages)
         self._admission.hear(

@@ -73,6 +73,7 @@ class Attempt:
         decode: D's leg while it is open.
         decoding: Samples that D has not finished; known once the first tokens are.
         decoded: Whether D has sent a token.
+        outlasted: Whether it had got somewhere on a worker that drained and has left: none is used up by that.
         early: What D sent before P's first tokens arrived, held back.
     """
 
@@ -91,6 +92,7 @@ class Attempt:
     decode: "Leg | None" = None
     decoding: set[int] = field(default_factory=set)
     decoded: bool = False
+    outlasted: bool = False
     early: list[DecodeTokens | SampleFinished] = field(default_factory=list)
 
     @property

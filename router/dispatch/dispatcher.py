@@ -377,6 +377,7 @@ class Dispatcher:
         """Closes every leg on `worker` and continues their attempts elsewhere."""
         identity = worker.identity
         error = WorkerLostError(f"worker {identity} was lost: {reason}")
+        leaving = worker.load.draining and not worker.load.changing_role
         gone = self._legs.on_worker(worker)
         self._story.record(identity.worker_id, now_s, f"{error.message}; {len(gone)} legs go on")
         if gone:
@@ -388,6 +389,7 @@ class Dispatcher:
             if attempt.state is AttemptState.ENDED:
                 continue  # another attempt at its request was the last one allowed, a moment ago
             self._story.record(attempt.request.request_id, now_s, error.message)
+            attempt.outlasted = attempt.decoded and leaving
             actions += self._recover_attempt(attempt, error, frozenset({identity}), now_s)
         return actions
 

@@ -40,7 +40,7 @@ class RetryPolicy:
     """Bounds of retrying and waiting.
 
     Attributes:
-        max_attempts: How often a sample's legs may be started.
+        max_attempts: How often a sample's legs may be started; once more for each drain that it outlasted.
         worker_wait_s: How long a request waits for a worker to appear: about what a restart takes. One whose client has
             some of its tokens waits until its deadline: nobody else can go on with it. So does one that waits for room.
         retry_backoff: How long workers that failed a request are avoided when there are no others. A worker that was
@@ -239,7 +239,8 @@ class RetryController:
         request = attempt.request
         actions = self._cancel_legs(attempt, now_s)
         own_fault = isinstance(error, InvalidRequestError)
-        if own_fault or attempt.number >= self._policy.max_attempts:
+        number = attempt.number + (not attempt.outlasted)
+        if own_fault or number > self._policy.max_attempts:
             self.counters.fallbacks[Fallback.REFUSED] += not own_fault
             return actions + self.fail(request.request_id, error, now_s)
         self._record(attempt, now_s, f"retried: {fallback.value}: {error.message}", actions)
@@ -247,7 +248,7 @@ class RetryController:
         return actions + self._continue(
             attempt,
             now_s,
-            number=attempt.number + 1,
+            number=number,
             avoid=attempt.avoid | blamed,
             cause=error,
             pinned=pinned,

@@ -111,7 +111,7 @@ def install(
         return None if status.healthy() else "The links to the workers make no progress."
 
     def unreadiness() -> str | None:
-        if not directory.lets_in:
+        if not directory.is_read:
             return UNREAD
         return None if status.ready() else "No worker is ready."
 

@@ -105,9 +105,9 @@ class TenantDirectory:
         self._register = self.register_of(TenantsDocument(), _no_files)
 
     @property
-    def lets_in(self) -> bool:
-        """Whether anybody may be let in: there is no document, it has been read, or there are plain keys."""
-        return self._is_read or bool(self._simple)
+    def is_read(self) -> bool:
+        """Whether all that are to be let in are known: there is no document, or it has been read."""
+        return self._is_read
 
     @property
     def tenants(self) -> Collection[Tenant]:

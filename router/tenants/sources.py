@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from baton.errors import ConfigError, UnavailableError
 from baton.redis_link import RefusedValues, asked
 from baton.seal import HEAD_BYTES, Seal, SealError
+from baton.telemetry.logs import get_logger
 from router.tenants.document import TenantsDocument, parse
 
 if TYPE_CHECKING:
@@ -22,6 +23,15 @@ MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
 _SETTLING_S = 0.5
 _SETTLING_LOOKS = 20
 _DOCUMENT = "tenants:document"
+_REPLACE = """
+local found = redis.pcall('GETRANGE', KEYS[1], 0, math.max(#ARGV[1] - 1, 0))
+if found ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2])
+return 1
+"""
+"""Puts a document where what begins with the first argument lies, or where nothing does if that is empty."""
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +56,7 @@ class TenantSource(Protocol):
         Raises:
             ConfigError: It cannot be read, which is tried again the next time; or it is wrong: until it changes again the
                 answer is None.
-            UnavailableError: Redis gives no answer, or has had no document so far.
+            UnavailableError: Redis gives no answer, or has no document and none has been read so far.
         """
 
 
@@ -105,7 +115,9 @@ class FileSource:
 
 class RedisSource:
     """One key: the document, sealed with the cluster's secret. What others put there, an older document or none at all
-    changes nothing. Key files that it names lie on this host, and are watched as well.
+    changes nothing. Where Redis has lost the document, or has an older one of the cluster's (after a failover, or from
+    a backup), the one that holds is put there again, as it was sealed: for whoever starts later. Key files that it
+    names lie on this host, and are watched as well.
 
     Args:
         redis: Where it is.
@@ -129,44 +141,58 @@ class RedisSource:
         self._key = f"{prefix}:{_DOCUMENT}"
         self._seal = Seal(secret, _DOCUMENT)
         self._refused = refused
-        self._seen: bytes | None = None
+        self._replace = redis.register_script(_REPLACE)
+        self._seen: tuple[bytes | None, tuple[object, ...]] | None = None
         self._key_paths: dict[str, Path] = {}
-        self._seen_keys: tuple[object, ...] = ()
-        self._sealed_ms = 0
-        """Of the document that holds: an older one may still let in who was shut out since."""
+        self._held = b""
+        """The newest document that was found, as it was sealed; empty before the first."""
+        self._held_ms = 0
+        """When it was sealed: an older one may still let in who was shut out since."""
 
     async def next_edition(self) -> Edition | None:
         """See `TenantSource`. Asks for the head of what is there first."""
         head = await _text(self._redis, self._key, HEAD_BYTES)
         keys = await asyncio.to_thread(_states, self._key_paths.values())
-        if (head, keys) == (self._seen, self._seen_keys):
+        if (head, keys) == self._seen:
             return None
-        sealed = await _text(self._redis, self._key, HEAD_BYTES + MAX_DOCUMENT_BYTES)
-        self._seen, self._seen_keys = sealed[: HEAD_BYTES + 1], keys
+        found = await _text(self._redis, self._key, HEAD_BYTES + MAX_DOCUMENT_BYTES)
         source = f"redis: {self._key}"
-        if not sealed and not self._sealed_ms:
-            self._seen = None  # what a Redis has lost looks like what nobody has published
-            raise UnavailableError(f"{source}: no document has been published yet")
+        if found == b"":
+            if not self._held:
+                raise UnavailableError(f"{source}: no document there: publish it, again if need be")
+            await self._put_back(found)
+            return None
+        sealed = found or b""
+        self._seen = (sealed[: HEAD_BYTES + 1] if found else None, keys)
         try:
             opened = self._seal.open(self._key, sealed, MAX_DOCUMENT_BYTES)
-            if opened.sealed_ms < self._sealed_ms:
+            if opened.sealed_ms < self._held_ms:
+                self._seen = None
+                await self._put_back(sealed)
                 raise SealError("older than the one that holds")
             text = opened.content.decode()
         except ValueError as error:
             self._refused.note("tenants", [str(error)])
             raise ConfigError(f"{source}: {error}") from error
         self._refused.note("tenants", [])
-        self._sealed_ms = opened.sealed_ms
+        self._held, self._held_ms = sealed, opened.sealed_ms
         return await asyncio.to_thread(self._read_edition, text, source)
+
+    async def _put_back(self, lies: bytes) -> None:
+        """Puts the document that holds where `lies` is, unless something else is there by now."""
+        arguments = [lies[: HEAD_BYTES + 1], self._held]
+        if await asked(self._replace(keys=[self._key], args=arguments)) == 1:
+            _log.warning("Redis had lost the tenants document, or had an older one: it is put back")
 
     def _read_edition(self, text: str, source: str) -> Edition:
         document = parse(text, source)
         named = _key_files(document) if self._reads_keys else []
         self._key_paths = {name: Path(name) for name in named}
         keys = _states(self._key_paths.values())
-        head, self._seen = self._seen, None  # what cannot be read is tried again
+        assert self._seen is not None
+        (head, _), self._seen = self._seen, None  # what cannot be read is tried again
         key_files = {name: _read(path) for name, path in self._key_paths.items()}
-        self._seen, self._seen_keys = head, keys
+        self._seen = (head, keys)
         return Edition(document=document, key_files=key_files)
 
 
@@ -181,7 +207,7 @@ async def publish(redis: "Redis", prefix: str, secret: bytes, text: str) -> int:
     key, seal = f"{prefix}:{_DOCUMENT}", Seal(secret, _DOCUMENT)
     before = await _text(redis, key, HEAD_BYTES + MAX_DOCUMENT_BYTES)
     try:
-        least_ms = seal.open(key, before, MAX_DOCUMENT_BYTES).sealed_ms + 1
+        least_ms = seal.open(key, before or b"", MAX_DOCUMENT_BYTES).sealed_ms + 1
     except SealError:
         least_ms = 0
     sealed_ms = max(seal.now_ms(), least_ms)
@@ -189,12 +215,12 @@ async def publish(redis: "Redis", prefix: str, secret: bytes, text: str) -> int:
     return sealed_ms
 
 
-async def _text(redis: "Redis", key: str, end: int) -> bytes:
-    """What lies there, its first `end + 1` bytes at most; nothing where it is no text."""
+async def _text(redis: "Redis", key: str, end: int) -> bytes | None:
+    """What lies there, its first `end + 1` bytes at most: none where there is nothing, None where it is no text."""
     async with redis.pipeline(transaction=True) as pipeline:
         pipeline.getrange(key, 0, end)
         (value,) = await asked(pipeline.execute(raise_on_error=False))
-    return value if isinstance(value, bytes) else b""
+    return value if isinstance(value, bytes) else None
 
 
 def _key_files(document: TenantsDocument) -> list[str]:

@@ -64,6 +64,12 @@ async def _serve_http(child: Child) -> None:
 
     sock = socket.socket(fileno=child.assignment.part.http_fds[0])
     server = await asyncio.start_server(answer, sock=sock)
+    if "router:waits-for-workers" in child.assignment.config.model.model:
+        child.serving()
+        child.progress("waiting for workers")
+        await child.stop.wait()
+        await asyncio.to_thread(_record_end, child)  # as long as something is in flight
+        return
     await _serve(child)
     server.close()
 

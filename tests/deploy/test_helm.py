@@ -10,6 +10,7 @@ import yaml
 from tests.deploy.manifests import OVERLAYS, ROOT, WORKLOADS, Object, need_module, rendered
 
 CHART = ROOT / "deploy" / "helm" / "baton"
+CONFIG = "baton.example.com/cluster.yaml"
 _JOB = re.compile(r"fetch-model-[0-9a-f]{8}")
 
 
@@ -31,9 +32,9 @@ def by_chart(given: Any) -> list[Object]:
 
 
 def comparable(objects: list[Object]) -> dict[tuple[str, str, str], Object]:
-    """By kind and name, without how each tool has pods replaced when a ConfigMap changes: by its name,
-    or by an annotation; and without what the chart adds to a Job's name,
-    so that it may stay for longer.
+    """By kind and name, without how each tool has pods keep the configuration that they were made with: in a ConfigMap
+    whose name has its hash, or in an annotation of theirs; and without what the chart adds to a Job's name, so that it
+    may stay for longer.
     """
     hashed = {
         one["metadata"]["name"]: one["metadata"]["name"].rpartition("-")[0]
@@ -46,10 +47,14 @@ def comparable(objects: list[Object]) -> dict[tuple[str, str, str], Object]:
         for name, plain in hashed.items():
             text = text.replace(name, plain)
         copy = yaml.safe_load(text)
-        template = copy.get("spec", {}).get("template", {}).get("metadata", {})
-        template.get("annotations", {}).pop("checksum/config", None)
-        if not template.get("annotations", True):
-            del template["annotations"]
+        for template in templates(copy):
+            annotations = template["metadata"].get("annotations", {})
+            annotations.pop("checksum/config", None)
+            if (config := annotations.pop(CONFIG, None)) is not None:
+                read = in_a_config_map(template, config, copy["metadata"]["namespace"])
+                made["ConfigMap", read["metadata"]["namespace"], "baton-config"] = read
+            if not annotations:
+                template["metadata"].pop("annotations", None)
         if copy["kind"] == "ConfigMap" and "cluster.yaml" in copy["data"]:
             copy["data"]["cluster.yaml"] = yaml.safe_load(copy["data"]["cluster.yaml"])
         of = copy["metadata"]
@@ -57,8 +62,32 @@ def comparable(objects: list[Object]) -> dict[tuple[str, str, str], Object]:
             of["name"] = _JOB.sub("fetch-model", of["name"])
             del copy["spec"]["ttlSecondsAfterFinished"]  # kubectl's is in the way of the next one
         made[copy["kind"], of.get("namespace", ""), of["name"]] = copy
-    assert len(made) == len(objects)
     return made
+
+
+def templates(one: Object) -> list[Object]:
+    """Of the pods of an object."""
+    spec = one.get("spec", {})
+    if one["kind"] == "RayCluster":
+        return [spec["headGroupSpec"]["template"], spec["workerGroupSpecs"][0]["template"]]
+    return [spec["template"]] if one["kind"] in WORKLOADS else []
+
+
+def in_a_config_map(template: Object, config: str, namespace: str) -> Object:
+    """Has pods mount a ConfigMap in place of their own annotation, and gives that."""
+    (volume,) = (one for one in template["spec"]["volumes"] if one["name"] == "config")
+    (item,) = volume.pop("downwardAPI")["items"]
+    assert item == {
+        "path": "cluster.yaml",
+        "fieldRef": {"fieldPath": f"metadata.annotations['{CONFIG}']"},
+    }
+    volume["configMap"] = {"name": "baton-config"}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "baton-config", "namespace": namespace},
+        "data": {"cluster.yaml": yaml.safe_load(config)},
+    }
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -87,6 +116,34 @@ def test_a_job_of_another_image_or_model_is_another_job():
     assert [len(one) for one in every] == [2, 2, 2]
     assert len(set.union(*every)) == 6
     assert jobs() == jobs(keda={"enabled": True, "maxReplicas": 99})
+
+
+def test_no_pod_reads_a_configuration_that_can_change_under_it():
+    """An upgrade that fails must not reach those that it has not replaced when they start again."""
+    names = [one["metadata"]["name"] for one in by_chart({}) if one["kind"] == "ConfigMap"]
+    assert names == ["redis-config"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize(("drain_s", "grace_s"), [(600, 630), (0.5, 31), (None, 90)])
+def test_a_pod_is_given_the_time_that_its_drain_takes(overlay, drain_s, grace_s):
+    given = values(overlay)
+    given.setdefault("config", {}).setdefault("cluster", {})["drain_timeout_s"] = drain_s
+    pods = [
+        template["spec"]
+        for one in by_chart(given)
+        for template in templates(one)
+        if one["metadata"]["name"] in ("router", "prefill", "decode", "hybrid", "baton")
+    ]
+    assert pods
+    assert {pod["terminationGracePeriodSeconds"] for pod in pods} == {grace_s}
+    waits = [
+        float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+        for pod in pods
+        for container in pod["containers"]
+        if container["name"] == "ray-head"
+    ]
+    assert all((drain_s or 60) < wait_s < grace_s for wait_s in waits)
 
 
 def test_there_are_values_for_every_overlay_and_no_other():

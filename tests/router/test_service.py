@@ -31,10 +31,14 @@ class Launcher:
     """Notes what the router reports."""
 
     steps: list[str] = field(default_factory=list)
+    is_serving: asyncio.Event = field(default_factory=asyncio.Event)
     is_ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def progress(self, what: str, done: float | None = None) -> None:
         self.steps.append(what)
+
+    def serving(self) -> None:
+        self.is_serving.set()
 
     def ready(self) -> None:
         self.is_ready.set()
@@ -195,6 +199,15 @@ async def test_a_stop_lets_begun_streams_finish(tmp_path):
         workers["h0"].gate.set()
         assert (await asking).json()["usage"]["completion_tokens"] == 4
         await router.task
+
+
+async def test_a_router_that_still_waits_for_workers_says_that_a_stop_has_to_wait_for_it(tmp_path):
+    async with running(tmp_path, h0=Role.HYBRID, d0=Role.DECODE) as workers:
+        await workers["d0"].kill()
+        async with routing(workers, tmp_path, ready=False) as router:
+            await soon(router.launcher.is_serving.wait())
+            assert (await router.complete()).status_code == 200
+            assert not router.launcher.is_ready.is_set()
 
 
 async def test_a_stop_ends_what_does_not_finish_with_a_typed_error(tmp_path):

@@ -14,6 +14,7 @@ from router.limits.degrading import DegradingLimiter
 from router.limits.local import LocalLimiter
 from router.tenancy import open_tenancy
 from router.tenants.directory import TenantDirectory
+from router.tenants.document import TenantsDocument
 from router.tenants.keys import hash_key
 from tests.redis_servers import KINDS, a_redis, no_refusals
 from tests.router.served import serve
@@ -63,17 +64,22 @@ async def test_until_redis_answers_no_tenant_is_let_in_and_none_is_told_that_its
         async with serve(parts={"directory": tenancy.directory}) as served:
             ready = await served.http.get("/ready")
             replies = [await served.chat({"x-api-key": key}) for key in ("k", "plain")]
-    assert [reply.status_code for reply in (ready, *replies)] == [200, 503, 200], (
-        "plain keys are let in"
+    assert [reply.status_code for reply in (ready, *replies)] == [503, 503, 200], (
+        "plain keys are let in, and a router that knows tenants is not replaced by this one"
     )
+    assert "has not been read yet" in ready.text
     assert "has not been read yet" in replies[0].text
 
 
-async def test_a_router_that_lets_nobody_in_is_not_ready():
-    async with serve(directory=TenantDirectory(described=True)) as served:
-        ready = await served.http.get("/ready")
-    assert ready.status_code == 503
-    assert "has not been read yet" in ready.text
+@pytest.mark.parametrize("keys", [(), ("plain",)])
+async def test_a_router_is_ready_once_it_has_read_the_tenants_whatever_plain_keys_it_has(keys):
+    directory = TenantDirectory(keys, described=True)
+    async with serve(directory=directory) as served:
+        before = await served.http.get("/ready")
+        directory.replace(directory.register_of(TenantsDocument(), lambda _: ""))
+        after = await served.http.get("/ready")
+    assert [before.status_code, after.status_code] == [503, 200]
+    assert "has not been read yet" in before.text
 
 
 @pytest.mark.parametrize("kind", KINDS)

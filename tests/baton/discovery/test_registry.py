@@ -116,8 +116,26 @@ async def test_an_old_registration_does_not_come_back(client):
     early_ms = round(1000 * (time.time() - 400.0))
     sealed = Seal(SECRET, "registration").close(f"baton:{name}", content, early_ms)
     await client.hset(HASH, name, sealed)
-    (why,) = await refused(client)
+    found = await registry(client).registrations()
+    assert found.registrations == ()
+    (why,) = found.faults
     assert why.startswith("out of date")
+    await client.zadd(LEASES, {name: 1000 * time.time() - 1})
+    assert await held(client) == ()
+    assert await client.hgetall(HASH) == {}, "its lease is over"
+
+
+@pytest.mark.parametrize("ahead_s", [-400.0, 400.0])
+async def test_a_router_whose_clock_is_wrong_removes_nothing_that_others_find(client, ahead_s):
+    """What it finds is what a process sealed so long ago, or ahead, by its clock."""
+    await registry(client).register(WORKER)
+    ((name, sealed),) = (await client.hgetall(HASH)).items()
+    sealed_ms = round(1000 * (time.time() - ahead_s))
+    seal = Seal(SECRET, "registration")
+    theirs = seal.close(f"baton:{name.decode()}", sealed[HEAD_BYTES:], sealed_ms)
+    await client.hset(HASH, name, theirs)
+    assert len((await registry(client).registrations()).faults) == 1
+    assert await client.hgetall(HASH) == {name: theirs}
 
 
 async def test_a_lease_that_was_set_by_hand_to_last_for_ever_ends(client):

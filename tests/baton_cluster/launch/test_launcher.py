@@ -26,7 +26,7 @@ from baton_cluster.launch.supervisor import (
     AnnounceRestart,
     ChildState,
 )
-from tests.waits import soon
+from tests.waits import WAIT_S, soon
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -165,6 +165,20 @@ async def test_a_stop_ends_the_router_before_the_workers(home):
     async with fake_cluster(fake_config(home)):
         pass
     assert (home / "run.ends").read_text().split()[0] == "router"
+
+
+async def test_a_router_that_serves_ends_what_it_has_though_it_waits_for_workers(home):
+    recorder = Recorder()
+    config = fake_config(home, model__model="router:waits-for-workers")
+    cluster = fake_cluster(config, recorder)
+    entering = asyncio.create_task(cluster.__aenter__())
+    async with asyncio.timeout(WAIT_S):
+        while ("router", "waiting for workers", None) not in recorder.progressed:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    cluster.request_stop()
+    await soon(entering)
+    await soon(cluster.wait())
+    assert "router" in (home / "run.ends").read_text().split()
 
 
 async def test_the_pool_is_the_last_to_go(home):

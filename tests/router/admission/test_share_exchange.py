@@ -1,6 +1,7 @@
 """Routers that tell each other what they gave, through Redis and without it."""
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from baton.config.schema import BatonConfig, ClusterConfig, TenantsConfig
 from baton.errors import UnavailableError
 from baton.redis_link import RefusedValues, open_redis
+from baton.seal import HEAD_BYTES, Seal
 from router.admission.share_exchange import ShareExchange, sharing
 from tests.redis_servers import KINDS, a_redis, no_refusals, real_redis
 from tests.waits import soon
@@ -162,6 +164,23 @@ async def test_a_message_of_another_cluster_or_from_before_is_not_heard(tmp_path
             await here.exchange()
             assert books.heard[-1] == {}
             await redis.hset(KEY, "r2", old)
+
+
+@pytest.mark.parametrize("ahead_s", [-400.0, 400.0])
+async def test_a_router_whose_clock_is_wrong_takes_no_other_out(ahead_s, tmp_path):
+    """What it finds is what a router sealed so long ago, or ahead, by its clock."""
+    async with a_redis("fakeredis", tmp_path) as url, open_redis(url, 5.0) as redis:
+        books, registry = Books(), CollectorRegistry()
+        await exchange(redis, "r2", Books({"1/b": 2.0})).exchange()
+        sealed: Any = await redis.hget(KEY, "r2")
+        seal = Seal(SECRET, "router shares")
+        theirs = seal.close("r2", sealed[HEAD_BYTES:], round(1000 * (time.time() - ahead_s)))
+        await redis.hset(KEY, "r2", theirs)
+        await exchange(redis, "r1", books, refused=RefusedValues(registry)).exchange()
+        assert books.heard == [{}]
+        assert await redis.hget(KEY, "r2") == theirs
+        labels = {"reader": "shares"}
+        assert registry.get_sample_value("baton_redis_refused_values_total", labels) == 1
 
 
 async def test_without_redis_nothing_is_heard_and_that_is_said(tmp_path):

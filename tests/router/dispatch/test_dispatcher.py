@@ -1258,6 +1258,38 @@ def test_a_worker_that_drains_is_not_asked_again(core):
     assert again.worker != d.worker
 
 
+@pytest.mark.parametrize(
+    ("load", "outlasted"),
+    [
+        (WorkerLoad(draining=True), True),
+        (WorkerLoad(draining=True, changing_role=True), False),
+        (WorkerLoad(), False),
+    ],
+)
+def test_drains_that_a_stream_outlasts_use_up_no_attempt(load, outlasted):
+    """As in an update of all workers, one after the other; a worker that dies by itself is a failure."""
+    core = Core(policy=RetryPolicy(max_attempts=2))
+    core.join("h0")
+    actions = core.submit(max_tokens=10)
+    for start in range(1, 6):
+        leg = sent(actions, LegKind.GENERATE)
+        core(decoded(leg, drawn(0, start, 10)))
+        core(LoadReported(worker=leg.worker, load=load))
+        lost = core(WorkerLost(worker=leg.worker, reason="its stream ended"))
+        if any(isinstance(action, Fail) for action in lost):
+            break
+        actions = core.join("h0", incarnation=start + 1)
+    assert start == (5 if outlasted else 2)
+
+
+def test_a_worker_that_drains_and_is_lost_before_it_decoded_uses_up_an_attempt():
+    core = Core(policy=RetryPolicy(max_attempts=1))
+    core.join("h0")
+    leg = sent(core.submit(), LegKind.GENERATE)
+    core(LoadReported(worker=leg.worker, load=WorkerLoad(draining=True)))
+    assert sent(core(WorkerLost(worker=leg.worker, reason="its stream ended")), Fail)
+
+
 def test_a_job_waits_until_a_draining_worker_is_back(core):
     core.join("h0")
     (worker,) = core.view.workers

@@ -265,11 +265,11 @@ async def redis_client(request, tmp_path) -> AsyncIterator[Any]:
 async def test_a_document_in_redis_is_followed_by_its_version(redis_client):
     world = World(RedisSource(redis_client, "b", SECRET, no_refusals()))
     for _ in range(2):  # a Redis that has lost its keys looks like one that never had any
-        with pytest.raises(UnavailableError, match="no document has been published yet"):
+        with pytest.raises(UnavailableError, match="no document there: publish it"):
             await world.reloader.load()
         with pytest.raises(UnavailableError, match="has not been read yet"):
             world.directory.identify("one")
-    assert not world.directory.lets_in
+    assert not world.directory.is_read
     first = await publish(redis_client, "b", SECRET, document("one"))
     assert await world.reloader.look()
     assert not await world.reloader.look()
@@ -325,7 +325,7 @@ async def test_a_document_that_the_cluster_did_not_seal_is_refused_once_and_coun
     world = World(source)
     await publish(redis_client, "b", SECRET, document("one"))
     assert await world.reloader.look()
-    for false in (document("two").encode(), b"", b"\xff" * 50, b"x" * 1000):
+    for false in (document("two").encode(), b"\xff" * 50, b"x" * 1000):
         await redis_client.set("b:tenants:document", false)
         assert not await world.reloader.look()
         assert not await world.reloader.look()
@@ -336,18 +336,62 @@ async def test_a_document_that_the_cluster_did_not_seal_is_refused_once_and_coun
     assert not await world.reloader.look()
     assert [world.lets_in(key) for key in ("one", "two")] == [True, False]
     labels = {"reader": "tenants"}
-    assert registry.get_sample_value("baton_redis_refused_values_total", labels) == 6
+    assert registry.get_sample_value("baton_redis_refused_values_total", labels) == 5
+    assert await redis_client.type("b:tenants:document") == b"zset", "nothing is put over it"
     await publish(redis_client, "b", SECRET, document("two"))
     assert await world.reloader.look()
     assert world.lets_in("two")
 
 
-async def test_an_older_document_does_not_come_back(redis_client):
-    world = World(RedisSource(redis_client, "b", SECRET, no_refusals()))
+async def test_an_older_document_does_not_come_back_and_the_newer_one_is_put_in_its_place(
+    redis_client,
+):
+    registry = CollectorRegistry()
+    world = World(RedisSource(redis_client, "b", SECRET, RefusedValues(registry)))
     await publish(redis_client, "b", SECRET, document("one"))
     old = await redis_client.get("b:tenants:document")
     await publish(redis_client, "b", SECRET, document("two"))
+    new = await redis_client.get("b:tenants:document")
     assert await world.reloader.look()
     await redis_client.set("b:tenants:document", old)
     assert not await world.reloader.look()
+    assert [world.lets_in(key) for key in ("one", "two")] == [False, True]
+    labels = {"reader": "tenants"}
+    assert registry.get_sample_value("baton_redis_refused_values_total", labels) == 1
+    assert await redis_client.get("b:tenants:document") == new
+    await world.reloader.look()
+    assert not world.is_stale()
+
+
+async def test_a_document_that_redis_has_lost_is_put_back_for_routers_that_start_later(
+    redis_client,
+):
+    world = World(RedisSource(redis_client, "b", SECRET, no_refusals()))
+    await publish(redis_client, "b", SECRET, document("one"))
+    sealed = await redis_client.get("b:tenants:document")
+    assert await world.reloader.look()
+    await redis_client.flushall()
+    assert not await world.reloader.look()
+    assert not world.is_stale()
+    assert await redis_client.get("b:tenants:document") == sealed
+    assert not await world.reloader.look(), "it is the one that holds"
+    later = World(RedisSource(redis_client, "b", SECRET, no_refusals()))
+    assert await later.reloader.look()
+    assert later.lets_in("one")
+
+
+async def test_what_is_published_while_a_lost_document_is_put_back_stays(redis_client, monkeypatch):
+    world = World(RedisSource(redis_client, "b", SECRET, no_refusals()))
+    await publish(redis_client, "b", SECRET, document("one"))
+    assert await world.reloader.look()
+    await redis_client.delete("b:tenants:document")
+    put_back = redis_client.evalsha
+
+    async def publish_first(*arguments: Any) -> Any:
+        await publish(redis_client, "b", SECRET, document("two"))
+        return await put_back(*arguments)
+
+    monkeypatch.setattr(redis_client, "evalsha", publish_first)
+    assert not await world.reloader.look()
+    assert await world.reloader.look()
     assert [world.lets_in(key) for key in ("one", "two")] == [False, True]

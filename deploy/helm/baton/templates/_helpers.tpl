@@ -25,3 +25,18 @@
 {{- define "baton.fetchModel" -}}
 fetch-model-{{ printf "%s %s %s" (include "baton.image" .Values.images.baton) .Values.modelCache.model .Values.modelCache.revision | sha256sum | trunc 8 }}
 {{- end }}
+
+{{- /* The configuration, as an annotation of each pod that reads it: it changes with the pod, and never under it. */ -}}
+{{- define "baton.config" -}}
+baton.example.com/cluster.yaml: |
+  {{- tpl (toYaml .Values.config) . | nindent 2 }}
+{{- end }}
+
+{{- define "baton.configVolume" -}}
+downwardAPI: {items: [{path: cluster.yaml, fieldRef: {fieldPath: "metadata.annotations['baton.example.com/cluster.yaml']"}}]}
+{{- end }}
+
+{{- /* preStop 5 s, the drain, and room to say so. */ -}}
+{{- define "baton.gracePeriod" -}}
+{{ add (.Values.config.cluster.drain_timeout_s | default 60 | ceil | int64) 30 }}
+{{- end }}
