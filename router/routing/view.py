@@ -282,7 +282,7 @@ class ClusterView:
             layout_group=self._groups.setdefault(hello.layout, len(self._groups)),
             progress_s=now_s,
             heard_s=now_s,
-            forecast=self._fleet.newcomer(),
+            forecast=Forecast(self._fleet),
             breaker=breaker,
             leaving=self._leaving,
         )
@@ -295,7 +295,6 @@ class ClusterView:
         worker = self._workers.get(identity.worker_id)
         if worker is None or worker.identity != identity:
             return None
-        worker.forecast.retire()
         self._index.retire(identity)
         self.broken_pairs.forget(identity)
         del self._workers[identity.worker_id]
