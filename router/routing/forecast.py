@@ -154,7 +154,7 @@ class Costs:
 
     def _show(self) -> None:
         self.coefficients = self._fit.coefficients
-        self._numbers[:] = self.coefficients
+        self._numbers[:] = [*self.coefficients]
 
 
 class Fleet:
