@@ -142,7 +142,7 @@ def install(
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics() -> Response:
-        text, content_type = render(registry)
+        text, content_type = await render(registry)
         return Response(text, headers={"Content-Type": content_type})
 
     @app.get("/version")
