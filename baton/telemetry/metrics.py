@@ -36,10 +36,13 @@ def new_registry() -> CollectorRegistry:
     return CollectorRegistry(auto_describe=True)
 
 
-async def render(registry: CollectorRegistry) -> tuple[bytes, str]:
-    """All metrics of `registry` in Prometheus' text format, and its content type. In pieces, between which the event loop
-    serves others: a thousand workers have thousands of samples.
-    """
+def render(registry: CollectorRegistry) -> tuple[bytes, str]:
+    """All metrics of `registry` in Prometheus' text format, and its content type."""
+    return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
+async def render_in_turns(registry: CollectorRegistry) -> tuple[bytes, str]:
+    """The same, in pieces between which the event loop serves others: a thousand workers have thousands of samples."""
     texts = []
     for family in registry.collect():
         for number, piece in enumerate(_pieces_of(family)):

@@ -124,9 +124,12 @@ async def test_only_what_is_new_is_opened_and_what_grows_old_is_refused_all_the_
     client, monkeypatch
 ):
     opened, open_one = list[str](), Seal.open
-    monkeypatch.setattr(
-        Seal, "open", lambda seal, name, *rest: opened.append(name) or open_one(seal, name, *rest)
-    )
+
+    def counted(seal, name, *rest):
+        opened.append(name)
+        return open_one(seal, name, *rest)
+
+    monkeypatch.setattr(Seal, "open", counted)
     writer, other, reader = registry(client), registry(client), registry(client)
     pool = replace(WORKER, kind="pool")
     await writer.register(WORKER)
