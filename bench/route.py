@@ -10,6 +10,10 @@ one has room, and remembers the choice. A request (`request_cpu_ms`) is all of t
 to both commands' bytes: checking, hashing, the decision, the permit. `index_bytes_per_block` is what the index's
 table takes, `index_rss_bytes_per_block` what the process grew by while it was filled.
 
+What would grow with the number of workers if it went through all of them has figures of its own (`--workers 1000`): a
+load report with a decode step (`step_report_us`), a command to a worker (`command_us`), and decisions while one worker
+drains (`draining_decision_*`).
+
 With `--pool-nodes` as many nodes of the pool hold every text whole, and each worker maps one of them.
 """
 
@@ -26,11 +30,15 @@ import numpy as np
 import psutil
 
 from baton.config.schema import RouterConfig
-from baton.ids import RequestId, Role
+from baton.ids import LegId, RequestId, Role
 from bench.harness.percentile import percentile
 from bench.harness.report import Report
 from bench.router.core import RouterCore
 from bench.router.reporting_workers import LongTexts, ReportingWorker, give_out
+from router.dispatch.actions import SendCancel
+from router.workers.links import WorkerLinks
+
+_COMMANDS = 1000
 
 _Result = TypeVar("_Result")
 
@@ -66,6 +74,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     for number in range(nodes):
         core.watch(1 + number, workers[number::nodes], texts.keys)
     figures |= _serve(core, workers, bodies, arguments, rng)
+    figures |= _report_steps(core, workers, rng)
+    figures |= _send_commands(workers, rng)
+    if len(workers) > 1:
+        figures |= _place_while_one_drains(core, workers[-1], bodies, arguments.requests)
     core.index.check_integrity()
     return figures
 
@@ -125,6 +137,48 @@ def _serve(
         "begin_cpu_ms": 1e3 * median(spent["begin"]),
         "event_cpu_us": 1e6 * sum(spent["report"]) / events,
         "events_per_s": events / elapsed_s,
+    }
+
+
+def _report_steps(
+    core: RouterCore, workers: list[ReportingWorker], rng: Random
+) -> dict[str, float]:
+    """Each worker reports one: of each a few per second are looked at."""
+    times = _Times()
+    for worker in workers:
+        frame = worker.step(rng)
+        times.take("step", lambda w=worker, f=frame: core.hear(w, f))  # type: ignore[misc]
+    return {"step_report_us": 1e6 * median(times.spent_s["step"])}
+
+
+def _send_commands(workers: list[ReportingWorker], rng: Random) -> dict[str, float]:
+    """Over links to all of them; none is connected, so that it ends where gRPC would begin."""
+    links = WorkerLinks(
+        [worker.hello.identity.worker_id for worker in workers], lambda _heard: None
+    )
+    for link, worker in zip(links.links, workers, strict=True):
+        link.hello = worker.hello
+    times = _Times()
+    for number in range(_COMMANDS):
+        worker = rng.choice(workers)
+        command = SendCancel(worker=worker.hello.identity, leg_id=LegId(number))
+        times.take("send", lambda c=command: links.send(c))  # type: ignore[misc]
+    return {"command_us": 1e6 * median(times.spent_s["send"])}
+
+
+def _place_while_one_drains(
+    core: RouterCore, worker: ReportingWorker, bodies: list[bytes], requests: int
+) -> dict[str, float]:
+    core.hear(worker, worker.draining())
+    before = len(core.placement.decisions_s)
+    for number in range(requests):
+        job = core.read(bodies[number % len(bodies)], RequestId(f"cmpl-draining-{number}"))
+        core.begin(job)
+        core.end(job)
+    decisions_s = core.placement.decisions_s[before:]
+    return {
+        "draining_decision_p50_ms": 1e3 * median(decisions_s),
+        "draining_decision_p99_ms": 1e3 * percentile(decisions_s, 0.99),
     }
 
 

@@ -7,12 +7,13 @@ from random import Random
 import numpy as np
 
 from baton.blocks import BlockReport, joined
+from baton.generation import WorkerLoad
 from baton.hashing import KEY_BYTES, chain_keys, root_key
 from baton.ids import BlockKey, Incarnation, LayerName, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.block_feed import MAX_KEYS_PER_REPORT
 from baton.rpc.hello import WorkerHello
-from baton.rpc.reports import blocks_to_proto
+from baton.rpc.reports import blocks_to_proto, load_to_proto
 from baton.rpc.v1 import worker_pb2
 from baton.tokens import PackedTokens
 from router.ports import ServedModel
@@ -76,10 +77,32 @@ class ReportingWorker:
         text[-len(gone) :] = new
         return self._frame(stored=joined(new), removed=joined(reversed(gone)))
 
+    def step(self, rng: Random) -> bytes:
+        """A frame with a load report after a step that only decoded."""
+        running = rng.randrange(1, 64)
+        return _load_frame(
+            WorkerLoad(
+                steps=1,
+                step_s=0.01 + 1e-4 * running,
+                step_sequences=running,
+                step_context_tokens=1000 * running,
+                running=running,
+                blocks_total=self.hello.num_blocks,
+            )
+        )
+
+    def draining(self) -> bytes:
+        """A frame with a load report that says it takes nothing new."""
+        return _load_frame(WorkerLoad(draining=True, blocks_total=self.hello.num_blocks))
+
     def _frame(self, **fields: bytes | bool) -> bytes:
         self._seq += 1
         blocks = blocks_to_proto(BlockReport(seq=self._seq, **fields))  # type: ignore[arg-type]
         return worker_pb2.Frame(blocks=blocks).SerializeToString()
+
+
+def _load_frame(load: WorkerLoad) -> bytes:
+    return worker_pb2.Frame(load=load_to_proto(load)).SerializeToString()
 
 
 class LongTexts:

@@ -3,8 +3,13 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from baton.discovery.registry import MOST_REGISTRATIONS
+
 LINGER_S = 10.0
-MOST_ADDRESSES = 1024
+MOST_ADDRESSES = MOST_REGISTRATIONS
+"""Whoever may register may be asked: also every worker of an update that starts the new ones before the old ones end.
+The bound is there for what DNS may name.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

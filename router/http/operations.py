@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from baton.errors import UnavailableError
 from baton.telemetry.logs import get_logger
-from baton.telemetry.metrics import render
+from baton.telemetry.metrics import render_in_turns
 from router.http.errors import error_response, error_responses
 from router.ports import RouterStatus, WorkerReport
 from router.tenants.directory import UNREAD, TenantDirectory
@@ -142,7 +142,7 @@ def install(
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics() -> Response:
-        text, content_type = render(registry)
+        text, content_type = await render_in_turns(registry)
         return Response(text, headers={"Content-Type": content_type})
 
     @app.get("/version")

@@ -38,7 +38,7 @@ def look_at(
 
 
 def _look_at(worker: WorkerView, usable: bool, now_s: float) -> WorkerLook:
-    forecast = worker.forecast
+    step_s, sequence_s, context_s = worker.forecast.step_costs
     return WorkerLook(
         identity=worker.identity,
         role=worker.hello.role,
@@ -48,7 +48,7 @@ def _look_at(worker: WorkerView, usable: bool, now_s: float) -> WorkerLook:
         context_tokens=max(worker.decode_tokens, worker.reported_context_tokens),
         places=worker.max_sequences,
         pages_used=worker.used_tokens / worker.capacity_tokens if worker.capacity_tokens else 0.0,
-        step_s=forecast.step_s,
-        sequence_s=forecast.sequence_s,
-        context_s=forecast.context_s,
+        step_s=step_s,
+        sequence_s=sequence_s,
+        context_s=context_s,
     )

@@ -1,7 +1,7 @@
 """What a worker will take for its work: coefficients learned from what it took, and what the router has queued there.
 
 Every `WorkerView` has a `Forecast`. Measurements come with the messages of legs (`router.dispatch.dispatcher`) and with
-load reports; the policy `predictive` reads the flat numbers, which are there so that pricing a worker takes a few
+load reports. What the policy `predictive` prices with lies in records for C, where pricing a worker takes a few
 multiplications.
 """
 
@@ -112,39 +112,86 @@ class Link(LinkRecord):
         self.latency_s += _GAIN * (believed - self.latency_s)
 
 
+class Costs:
+    """Coefficients that measurements teach. They lie at one address as long as this lives, so that C reads there what was
+    learned last.
+
+    Args:
+        prior: Coefficients to begin with, all above zero.
+
+    Attributes:
+        coefficients: After the last measurement.
+        address: Of the same numbers, as doubles.
+    """
+
+    __slots__ = ("_fit", "_numbers", "_prior", "address", "coefficients")
+
+    def __init__(self, prior: tuple[float, ...]) -> None:
+        self._prior = prior
+        self._fit = Fit(prior)
+        self._numbers = (ctypes.c_double * len(prior))()
+        self.address = ctypes.addressof(self._numbers)
+        self._show()
+
+    @property
+    def taught(self) -> bool:
+        """Whether there was a measurement."""
+        return self._fit.taught
+
+    def measure(self, features: tuple[float, ...], seconds: float) -> None:
+        """Takes one measurement; see `Fit.measure`."""
+        self._fit.measure(features, seconds)
+        self._show()
+
+    def successor(self) -> "Costs":
+        """Others that begin where these stand; where one is zero, a little above: a prior has to be."""
+        pairs = zip(self.coefficients, self._prior, strict=True)
+        return Costs(tuple(max(learned, 1e-3 * least) for learned, least in pairs))
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` when a coefficient is negative or no number."""
+        self._fit.check_integrity()
+
+    def _show(self) -> None:
+        self.coefficients = self._fit.coefficients
+        self._numbers[:] = [*self.coefficients]
+
+
+class Fleet:
+    """What all workers have in common: what is expected of each until it has been measured itself, and of links that have
+    not been used yet.
+    """
+
+    def __init__(self) -> None:
+        self.prefill = Costs(_PREFILL_PRIOR)
+        self.step = Costs(_STEP_PRIOR)
+        self.fetch = Costs(_FETCH_PRIOR)
+        self.link = Link()
+
+
 class ForecastRecord(ctypes.Structure):
     """See `Forecast`. `links_address` is that of an array of addresses of `LinkRecord`, by slot, with 0 for what
-    `fleet_link_address` stands for.
+    `fleet_link_address` stands for; the next three are those of `Costs`.
     """
 
     __slots__ = ()
 
     links_address: int
     fleet_link_address: int
+    prefill_address: int
+    step_address: int
+    fetch_address: int
     num_links: int
-    prompt_s: float
-    token_s: float
-    attention_s: float
-    step_s: float
-    sequence_s: float
-    context_s: float
-    fetch_s: float
-    fetch_token_s: float
     ready_s: float
     behind_s: float
 
     _fields_ = (
         ("links_address", ctypes.c_void_p),
         ("fleet_link_address", ctypes.c_void_p),
+        ("prefill_address", ctypes.c_void_p),
+        ("step_address", ctypes.c_void_p),
+        ("fetch_address", ctypes.c_void_p),
         ("num_links", ctypes.c_int64),
-        ("prompt_s", ctypes.c_double),
-        ("token_s", ctypes.c_double),
-        ("attention_s", ctypes.c_double),
-        ("step_s", ctypes.c_double),
-        ("sequence_s", ctypes.c_double),
-        ("context_s", ctypes.c_double),
-        ("fetch_s", ctypes.c_double),
-        ("fetch_token_s", ctypes.c_double),
         ("ready_s", ctypes.c_double),
         ("behind_s", ctypes.c_double),
     )
@@ -152,59 +199,11 @@ class ForecastRecord(ctypes.Structure):
     __hash__ = object.__hash__
 
 
-class Fleet:
-    """What all workers have in common: where a new one's coefficients begin,
-    and what is known of links not used yet.
-    """
-
-    def __init__(self) -> None:
-        self.prefill = Fit(_PREFILL_PRIOR)
-        self.step = Fit(_STEP_PRIOR)
-        self.fetch = Fit(_FETCH_PRIOR)
-        self.link = Link()
-        self._members: dict[Forecast, None] = {}
-
-    def newcomer(self) -> "Forecast":
-        """The forecast for a worker that has not been measured yet."""
-        forecast = Forecast(self)
-        self._members[forecast] = None
-        return forecast
-
-    def prefilled(self, features: tuple[float, ...], seconds: float) -> None:
-        """A worker computed a prompt."""
-        self.prefill.measure(features, seconds)
-        for forecast in self._members:
-            forecast.follow()
-
-    def stepped(self, features: tuple[float, ...], seconds: float) -> None:
-        """A worker took a step that only decoded."""
-        self.step.measure(features, seconds)
-        for forecast in self._members:
-            forecast.follow()
-
-    def fetched(self, features: tuple[float, ...], seconds: float) -> None:
-        """A worker fetched from the pool."""
-        self.fetch.measure(features, seconds)
-        for forecast in self._members:
-            forecast.follow()
-
-    def dismiss(self, forecast: "Forecast") -> None:
-        """Its worker is gone."""
-        self._members.pop(forecast, None)
-
-
 class Forecast(ForecastRecord):
-    """One worker's. The public numbers are for reading.
+    """One worker's. What has not been measured there is as it is elsewhere: its record points at what the fleet has
+    learned, until there is something of its own.
 
     Attributes:
-        prompt_s: Fixed seconds per prompt.
-        token_s: Seconds per token computed.
-        attention_s: Seconds per pair of a computed token and one that it attends to.
-        step_s: Fixed seconds per decode step.
-        sequence_s: Seconds per sequence in a step.
-        context_s: Seconds per token of context in a step.
-        fetch_s: Fixed seconds per prompt of which something is fetched from the pool.
-        fetch_token_s: Seconds per token fetched.
         ready_s: When this router's prompts there should be computed; the past when none is.
         behind_s: Seconds of work behind the prompt that is being computed: the queue is never shorter than that.
 
@@ -219,43 +218,56 @@ class Forecast(ForecastRecord):
 
     def __init__(self, fleet: Fleet | None = None) -> None:
         super().__init__()
-        self._fleet = fleet or Fleet()
-        self._prefill: Fit | None = None
-        self._step: Fit | None = None
-        self._fetch: Fit | None = None
+        self._fleet = fleet = fleet or Fleet()
+        self._prefill, self._step, self._fetch = fleet.prefill, fleet.step, fleet.fetch
         self._links: dict[int, Link] = {}
         self._link_addresses = (ctypes.c_void_p * 0)()
-        self.fleet_link_address = ctypes.addressof(self._fleet.link)
+        self.fleet_link_address = ctypes.addressof(fleet.link)
+        self.prefill_address = fleet.prefill.address
+        self.step_address = fleet.step.address
+        self.fetch_address = fleet.fetch.address
         self._backlog: dict[LegId, float] = {}
         self._backlog_s = 0.0
         self._since_s = 0.0
         self._stepped_s = float("-inf")
         self.ready_s = float("-inf")
         self.behind_s = 0.0
-        self.follow()
 
     @property
     def knows_prefill(self) -> bool:
         """Whether any worker has computed a prompt."""
-        return self._prefill is not None or self._fleet.prefill.taught
+        return self._fleet.prefill.taught
 
     @property
     def knows_steps(self) -> bool:
         """Whether any worker has taken a step that only decoded."""
-        return self._step is not None or self._fleet.step.taught
+        return self._fleet.step.taught
+
+    @property
+    def token_s(self) -> float:
+        """Seconds per token computed."""
+        return self._prefill.coefficients[1]
+
+    @property
+    def step_costs(self) -> tuple[float, ...]:
+        """Seconds per decode step, per sequence in it and per token of context in it."""
+        return self._step.coefficients
 
     def prefill_s(self, uncached: int, cached: int) -> float:
         """Seconds from the first chunk to the first token: `uncached` tokens computed after `cached` ones."""
+        prompt_s, token_s, attention_s = self._prefill.coefficients
         pairs = uncached * (cached + 0.5 * uncached)
-        return self.prompt_s + self.token_s * uncached + self.attention_s * pairs
+        return prompt_s + token_s * uncached + attention_s * pairs
 
     def fetching_s(self, tokens: int) -> float:
         """Seconds to bring the KV of `tokens` tokens from the node of its host."""
-        return self.fetch_s + self.fetch_token_s * tokens
+        fetch_s, token_s = self._fetch.coefficients
+        return fetch_s + token_s * tokens
 
     def tbt_s(self, sequences: int, context_tokens: int) -> float:
         """Seconds of a decode step."""
-        return self.step_s + self.sequence_s * sequences + self.context_s * context_tokens
+        step_s, sequence_s, context_s = self._step.coefficients
+        return step_s + sequence_s * sequences + context_s * context_tokens
 
     def queue_s(self, now_s: float) -> float:
         """Seconds until this router's prompts there are computed."""
@@ -287,11 +299,12 @@ class Forecast(ForecastRecord):
     def prefilled(self, uncached: int, cached: int, seconds: float) -> None:
         """A prompt was computed there."""
         features = (1.0, float(uncached), uncached * (cached + 0.5 * uncached))
-        if self._prefill is None:
-            self._prefill = Fit(_positive(self._fleet.prefill, _PREFILL_PRIOR))
+        common = self._fleet.prefill
+        if self._prefill is common:
+            self._prefill = common.successor()
+            self.prefill_address = self._prefill.address
         self._prefill.measure(features, seconds)
-        self.prompt_s, self.token_s, self.attention_s = self._prefill.coefficients
-        self._fleet.prefilled(features, seconds)
+        common.measure(features, seconds)
 
     def stepped(self, sequences: int, context_tokens: int, seconds: float, now_s: float) -> None:
         """A step that only decoded was taken there. Looked at a few times per second."""
@@ -299,11 +312,12 @@ class Forecast(ForecastRecord):
             return
         self._stepped_s = now_s
         features = (1.0, float(sequences), float(context_tokens))
-        if self._step is None:
-            self._step = Fit(_positive(self._fleet.step, _STEP_PRIOR))
+        common = self._fleet.step
+        if self._step is common:
+            self._step = common.successor()
+            self.step_address = self._step.address
         self._step.measure(features, seconds)
-        self.step_s, self.sequence_s, self.context_s = self._step.coefficients
-        self._fleet.stepped(features, seconds)
+        common.measure(features, seconds)
 
     def fetches_reported(self, before: WorkerLoad, load: WorkerLoad, block_tokens: int) -> None:
         """Learns from what its worker fetched between two reports."""
@@ -315,24 +329,12 @@ class Forecast(ForecastRecord):
     def fetched(self, prompts: int, tokens: int, seconds: float) -> None:
         """So many tokens of so many prompts were fetched there."""
         features = (float(prompts), float(tokens))
-        if self._fetch is None:
-            self._fetch = Fit(_positive(self._fleet.fetch, _FETCH_PRIOR))
+        common = self._fleet.fetch
+        if self._fetch is common:
+            self._fetch = common.successor()
+            self.fetch_address = self._fetch.address
         self._fetch.measure(features, seconds)
-        self.fetch_s, self.fetch_token_s = self._fetch.coefficients
-        self._fleet.fetched(features, seconds)
-
-    def follow(self) -> None:
-        """What has not been measured here is as it is elsewhere."""
-        if self._prefill is None:
-            self.prompt_s, self.token_s, self.attention_s = self._fleet.prefill.coefficients
-        if self._step is None:
-            self.step_s, self.sequence_s, self.context_s = self._fleet.step.coefficients
-        if self._fetch is None:
-            self.fetch_s, self.fetch_token_s = self._fleet.fetch.coefficients
-
-    def retire(self) -> None:
-        """Its worker is gone."""
-        self._fleet.dismiss(self)
+        common.measure(features, seconds)
 
     def handed_off(self, slot: int, size_bytes: int, window_s: float, unhidden_s: float) -> None:
         """KV went from here to the worker with that slot; see `Link.handed_off`."""
@@ -348,9 +350,8 @@ class Forecast(ForecastRecord):
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a coefficient is out of bounds or the backlog does not add up."""
-        for fit in (self._prefill, self._step, self._fetch):
-            if fit is not None:
-                fit.check_integrity()
+        for costs in (self._prefill, self._step, self._fetch):
+            costs.check_integrity()
         for link in self._links.values():
             link.check_integrity()
         if abs(sum(self._backlog.values()) - self._backlog_s) > 1e-6 * (1.0 + self._backlog_s):
@@ -370,9 +371,3 @@ class Forecast(ForecastRecord):
             return
         self.ready_s = self._since_s + self._backlog_s
         self.behind_s = max(0.0, self._backlog_s - next(iter(self._backlog.values())))
-
-
-def _positive(learned: Fit, prior: tuple[float, ...]) -> tuple[float, ...]:
-    """A prior from coefficients some of which may have been found to be nothing."""
-    pairs = zip(learned.coefficients, prior, strict=True)
-    return tuple(max(coefficient, 1e-3 * least) for coefficient, least in pairs)

@@ -48,6 +48,9 @@ RESOLUTION_S = 0.001
 
 _NEVER_S = 1e6
 
+_MOST_PREPARED = 8
+"""Sets of full workers: of requests of other lengths and other promises others are full."""
+
 
 class PrefillWork(NamedTuple):
     """How a worker comes by the KV of a prompt that it does not hold.
@@ -186,7 +189,6 @@ class Candidates:
 
     Args:
         members: All of them.
-        full: Those that should decode nothing more.
         stand_in: No worker of any layout decodes by its role, so that all of them may.
 
     Attributes:
@@ -196,20 +198,21 @@ class Candidates:
         slots: The slots of all are below this.
     """
 
-    __slots__ = ("decoders", "prefillers", "receivers", "slots")
+    __slots__ = ("__weakref__", "decoders", "prefillers", "receivers", "slots")
 
-    def __init__(
-        self,
-        members: Sequence[WorkerView],
-        full: Set[WorkerIdentity],
-        *,
-        stand_in: bool = False,
-    ) -> None:
+    def __init__(self, members: Sequence[WorkerView], *, stand_in: bool = False) -> None:
         self.prefillers = tuple(worker for worker in members if worker.can_prefill)
-        decoders = members if stand_in else [worker for worker in members if worker.can_decode]
-        self.decoders = tuple(worker for worker in decoders if worker.identity not in full)
+        self.decoders = tuple(worker for worker in members if stand_in or worker.can_decode)
         self.receivers = tuple(worker for worker in self.decoders if worker.takes_kv)
         self.slots = 1 + max((worker.slot for worker in members), default=-1)
+
+    def without(self, full: Set[WorkerIdentity]) -> "Candidates":
+        """The same, but `full` are to decode nothing more."""
+        rest = Candidates(())
+        rest.prefillers, rest.slots = self.prefillers, self.slots
+        rest.decoders = tuple(worker for worker in self.decoders if worker.identity not in full)
+        rest.receivers = tuple(worker for worker in rest.decoders if worker.takes_kv)
+        return rest
 
 
 Priced = tuple[int, int, float, float, WorkerView]
@@ -388,14 +391,14 @@ class Predictive:
         self._pricing = pricing
         # What was prepared for the workers of the last decision: mostly the next one is among the same.
         self._workers: Collection[WorkerView] = ()
-        self._full: Set[WorkerIdentity] = frozenset()
         self._groups: Sequence[Candidates] = ()
+        self._groups_without: dict[Set[WorkerIdentity], Sequence[Candidates]] = {}
 
     def pair(
         self, workers: Collection[WorkerView], demand: Demand, rng: Random
     ) -> Pair | Unavailable:
         """The pair, or the single worker, whose cost is least."""
-        groups = self._by_layout(workers, demand.full)
+        groups = self._candidates(workers, demand.full)
         choices: list[_Choice] = []
         for candidates in groups:
             if candidates.prefillers:
@@ -420,19 +423,26 @@ class Predictive:
         rationale = PredictedRationale(prefillers=prefillers, receivers=[receiver], pair=predicted)
         return _pair(option, RouteKind.TAKE_OVER, rationale)
 
-    def _by_layout(
+    def _candidates(
         self, workers: Collection[WorkerView], full: Set[WorkerIdentity]
     ) -> Sequence[Candidates]:
+        """Of each layout."""
         # Only of a tuple is it known that it still has the same members.
-        if workers is self._workers and isinstance(workers, tuple) and full == self._full:
+        if not isinstance(workers, tuple):
+            return [candidates.without(full) for candidates in _by_layout(workers)]
+        if workers is not self._workers:
+            self._workers, self._groups = workers, _by_layout(workers)
+            self._groups_without = {}
+        if not full:
             return self._groups
-        members: dict[int, list[WorkerView]] = {}
-        for worker in workers:
-            members.setdefault(worker.layout_group, []).append(worker)
-        self._workers, self._full = workers, full
-        stand_in = not any(worker.can_decode for worker in workers)
-        self._groups = [Candidates(group, full, stand_in=stand_in) for group in members.values()]
-        return self._groups
+        # Beside those for whom nobody is full: a request is mostly placed among all, and again where the best is full.
+        groups = self._groups_without.get(full := frozenset(full))
+        if groups is None:
+            if len(self._groups_without) == _MOST_PREPARED:
+                self._groups_without.clear()
+            groups = [candidates.without(full) for candidates in self._groups]
+            self._groups_without[full] = groups
+        return groups
 
     def _choices(self, candidates: Candidates, demand: Demand, rng: Random) -> list[_Choice]:
         """At most two: the best pair, and the best worker that would do both."""
@@ -462,6 +472,14 @@ class Predictive:
                 kind = RouteKind.HYBRID if hybrid else RouteKind.NO_PREFILLER
                 choices.append((single.rank, single, kind, found.rationale))
         return choices
+
+
+def _by_layout(workers: Collection[WorkerView]) -> list[Candidates]:
+    members: dict[int, list[WorkerView]] = {}
+    for worker in workers:
+        members.setdefault(worker.layout_group, []).append(worker)
+    stand_in = not any(worker.can_decode for worker in workers)
+    return [Candidates(group, stand_in=stand_in) for group in members.values()]
 
 
 def _pair(option: Option, kind: RouteKind, rationale: Rationale) -> Pair:

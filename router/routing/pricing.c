@@ -12,10 +12,25 @@ typedef struct {
 } Link;
 
 typedef struct {
+    double prompt_s, token_s, attention_s; /* per prompt; per token computed; per pair of one and one that it attends to */
+} PrefillCosts;
+
+typedef struct {
+    double step_s, sequence_s, context_s; /* per step; per sequence; per token of context */
+} StepCosts;
+
+typedef struct {
+    double fetch_s, token_s; /* per prompt of which something is fetched; per token fetched */
+} FetchCosts;
+
+typedef struct {
     const Link *const *links; /* by slot; null where none has been used */
     const Link *fleet_link;   /* what is known of all */
+    const PrefillCosts *prefill; /* these three are all workers' until the worker has been measured itself */
+    const StepCosts *step;
+    const FetchCosts *fetch;
     int64_t num_links;
-    double prompt_s, token_s, attention_s, step_s, sequence_s, context_s, fetch_s, fetch_token_s, ready_s, behind_s;
+    double ready_s, behind_s;
 } Forecast;
 
 typedef struct {
@@ -80,14 +95,14 @@ static int64_t sequences(const Worker *w) { return w->decode_sequences + w->fore
 
 static double queue_s(const Worker *w, const Demand *d) {
     const Forecast *f = w->forecast;
-    return larger(f->ready_s - d->now_s, f->behind_s) + f->token_s * (double)w->foreign_prefill_tokens;
+    return larger(f->ready_s - d->now_s, f->behind_s) + f->prefill->token_s * (double)w->foreign_prefill_tokens;
 }
 
 static double computing_s(const Worker *w, const Demand *d, int64_t known) {
-    const Forecast *f = w->forecast;
+    const PrefillCosts *costs = w->forecast->prefill;
     double held = (double)known, fresh = (double)(d->tokens - known);
     double pairs = fresh * (held + 0.5 * fresh);
-    return f->prompt_s + f->token_s * fresh + f->attention_s * pairs;
+    return costs->prompt_s + costs->token_s * fresh + costs->attention_s * pairs;
 }
 
 /* How a worker comes by the KV of a prompt. */
@@ -97,14 +112,14 @@ typedef struct {
 } PrefillWork;
 
 static PrefillWork prefill_work(const Worker *w, const Demand *d) {
-    const Forecast *f = w->forecast;
+    const FetchCosts *fetch = w->forecast->fetch;
     int64_t held = cached(w, d);
     PrefillWork all = {0.0, computing_s(w, d, held), d->tokens - held};
     if (w->pool_slot < 0 || w->pool_slot >= d->slots) return all;
     int64_t pooled = d->held[w->pool_slot], last = d->tokens - 1;
     if (pooled > last) pooled = last;
     if (pooled <= held) return all;
-    PrefillWork rest = {f->fetch_s + f->fetch_token_s * (double)(pooled - held), computing_s(w, d, pooled), d->tokens - pooled};
+    PrefillWork rest = {fetch->fetch_s + fetch->token_s * (double)(pooled - held), computing_s(w, d, pooled), d->tokens - pooled};
     return rest.fetch_s + rest.compute_s < all.compute_s ? rest : all;
 }
 
@@ -115,10 +130,10 @@ static double prefill_s(const Worker *w, const Demand *d) {
 }
 
 static double tbt_s(const Worker *w, const Demand *d) {
-    const Forecast *f = w->forecast;
+    const StepCosts *costs = w->forecast->step;
     int64_t context = w->decode_tokens > w->reported_context_tokens ? w->decode_tokens : w->reported_context_tokens;
     int64_t joined = sequences(w) + d->samples;
-    return f->step_s + f->sequence_s * (double)joined + f->context_s * (double)(context + d->tokens);
+    return costs->step_s + costs->sequence_s * (double)joined + costs->context_s * (double)(context + d->tokens);
 }
 
 static double room_s(const Worker *w, const Demand *d) {

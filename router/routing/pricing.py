@@ -8,6 +8,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from random import Random
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -32,7 +33,7 @@ _log = get_logger(__name__)
 
 
 class _CandidatesRecord(ctypes.Structure):
-    """`Candidates` and the bounds for doing both. It keeps the workers alive whose addresses it holds.
+    """`Candidates` and the bounds for doing both. The candidates have to outlive it: it holds addresses of workers.
 
     Args:
         candidates: The workers.
@@ -52,7 +53,7 @@ class _CandidatesRecord(ctypes.Structure):
 
     def __init__(self, candidates: Candidates, local: LocalPrefill) -> None:
         super().__init__()
-        self.candidates, self.local = candidates, local
+        self.local = local
         self._arrays = [
             (ctypes.c_void_p * len(workers))(*map(ctypes.addressof, workers))
             for workers in (candidates.prefillers, candidates.receivers, candidates.decoders)
@@ -185,19 +186,19 @@ class NativePricing:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._cheapest = library.baton_cheapest
-        self._last: _CandidatesRecord | None = None
+        self._records = WeakKeyDictionary[Candidates, _CandidatesRecord]()
 
     def cheapest(
         self, candidates: Candidates, demand: Demand, rng: Random, local: LocalPrefill
     ) -> Cheapest:
         """See Pricing."""
-        last = self._last
-        if last is None or last.candidates is not candidates or last.local is not local:
-            last = self._last = _CandidatesRecord(candidates, local)
+        prepared = self._records.get(candidates)
+        if prepared is None or prepared.local is not local:
+            prepared = self._records[candidates] = _CandidatesRecord(candidates, local)
         held = HeldBySlot.covering(demand.held, candidates.slots)
         record = _CheapestRecord()
         self._cheapest(
-            last.address,
+            prepared.address,
             held.numbers,
             held.slots,
             demand.tokens,

@@ -2,7 +2,7 @@
 
 import ctypes
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from baton.blocks import BlockReport
@@ -244,7 +244,9 @@ class ClusterView:
         self._stall_timeout_s = stall_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._workers: dict[WorkerId, WorkerView] = {}
-        self._everybody: tuple[WorkerView, ...] = ()
+        self._usable: tuple[WorkerView, ...] = ()
+        self._left_out: tuple[Set[WorkerView], Set[Breaker]] = (frozenset(), frozenset())
+        self._unready: Sequence[WorkerView] = ()
         self._ready_until_s = float("-inf")
         self._leaving: set[WorkerView] = set()
         self._breakers: dict[WorkerId, Breaker] = {}
@@ -295,7 +297,7 @@ class ClusterView:
             layout_group=self._groups.setdefault(hello.layout, len(self._groups)),
             progress_s=now_s,
             heard_s=now_s,
-            forecast=self._fleet.newcomer(),
+            forecast=Forecast(self._fleet),
             breaker=breaker,
             leaving=self._leaving,
         )
@@ -308,7 +310,6 @@ class ClusterView:
         worker = self._workers.get(identity.worker_id)
         if worker is None or worker.identity != identity:
             return None
-        worker.forecast.retire()
         self._index.retire(identity)
         self.broken_pairs.forget(identity)
         del self._workers[identity.worker_id]
@@ -362,23 +363,18 @@ class ClusterView:
         all fail they are tried all the same: otherwise no request would be served. Where all of a role fail, but not
         all workers, the others run whole requests. Where none is left but workers that are about to change their role,
         one of those does.
+
+        The same tuple while they are the same, so that what was prepared for it can be used again. To find that they are
+        costs a look at those alone that are not among them.
         """
-        if not self._leaving and not any(breaker.name in self._workers for breaker in self._open):
-            if now_s > self._ready_until_s:
-                self._ready_until_s = self._all_ready_until_s()
-            if now_s <= self._ready_until_s:
-                return self._everybody
-        heard_s, moved_s = now_s - self._silence_timeout_s, now_s - self._stall_timeout_s
-        # What `state` says, written out: this may be asked for each request, of every worker.
-        ready = tuple(
-            worker
-            for worker in self._workers.values()
-            if not worker.draining
-            and worker.heard_s >= heard_s
-            and (worker.legs == 0 or worker.progress_s >= moved_s)
-        )
-        trusted = tuple(worker for worker in ready if worker.breaker.allows(now_s))
-        return trusted or ready or self._between_roles(heard_s)
+        open_ones = frozenset(breaker for breaker in self._open if not breaker.allows(now_s))
+        if (
+            now_s > self._ready_until_s
+            or self._left_out != (self._leaving, open_ones)
+            or self._ready(self._unready, now_s)
+        ):
+            self._choose_usable(open_ones, now_s)
+        return self._usable
 
     def all_hold(self, tokens: int, samples: int) -> bool:
         """Whether each of the workers `holds` that. None is looked at."""
@@ -428,11 +424,34 @@ class ClusterView:
             worker.forecast.check_integrity()
         self.pools.check_integrity()
 
-    def _between_roles(self, heard_s: float) -> tuple[WorkerView, ...]:
+    def _choose_usable(self, open_ones: Set[Breaker], now_s: float) -> None:
+        """Looks at every worker; see `usable`."""
+        staying = [worker for worker in self.workers if worker not in self._leaving]
+        ready = self._ready(staying, now_s)
+        trusted = [worker for worker in ready if worker.breaker not in open_ones]
+        usable = tuple(trusted or ready or self._between_roles(now_s))
+        if usable != self._usable:
+            self._usable = usable
+        self._left_out = frozenset(self._leaving), open_ones
+        self._unready = tuple(set(staying).difference(ready))
+        self._ready_until_s = self._all_ready_until_s(ready)
+
+    def _ready(self, workers: Collection[WorkerView], now_s: float) -> list[WorkerView]:
+        """Those that are neither suspected nor stalled."""
+        heard_s, moved_s = now_s - self._silence_timeout_s, now_s - self._stall_timeout_s
+        # What `state` says, written out: this may be asked for each request, of every worker.
+        return [
+            worker
+            for worker in workers
+            if worker.heard_s >= heard_s and (worker.legs == 0 or worker.progress_s >= moved_s)
+        ]
+
+    def _between_roles(self, now_s: float) -> tuple[WorkerView, ...]:
         """A worker that drains for another role, if there is one: just one,
         for it takes no legs but whole generations.
         """
-        found = [w for w in self.workers if w.load.changing_role and w.heard_s >= heard_s]
+        changing = [worker for worker in self.workers if worker.load.changing_role]
+        found = [worker for worker in changing if not self.suspected(worker, now_s)]
         return (min(found, key=lambda worker: worker.legs),) if found else ()
 
     def _follow_links(self, *identities: WorkerIdentity) -> None:
@@ -474,20 +493,21 @@ class ClusterView:
             self._breakers[worker_id] = known
         return known
 
-    def _all_ready_until_s(self) -> float:
-        """The time until which no worker is silent or stalled, whatever comes: to hear of a worker or see it move can
-        only make it later, and one that gets its first leg begins to move then.
+    def _all_ready_until_s(self, ready: Collection[WorkerView]) -> float:
+        """The time until which none of them is silent or stalled, whatever comes: to hear of a worker or see it move can
+        only make it later, and one that gets its first leg begins to move then. Without any, what is usable has to be
+        chosen each time.
         """
-        silent_s = min((worker.heard_s for worker in self._everybody), default=float("inf"))
-        stalled_s = min((w.progress_s for w in self._everybody if w.legs), default=float("inf"))
+        silent_s = min((worker.heard_s for worker in ready), default=float("-inf"))
+        stalled_s = min((w.progress_s for w in ready if w.legs), default=float("inf"))
         return min(silent_s + self._silence_timeout_s, stalled_s + self._stall_timeout_s)
 
     def _count_workers(self) -> None:
-        """A worker came, went or changed its role."""
+        """A worker came, went or changed its role: what was prepared for those that were usable is void."""
         hellos = [worker.hello for worker in self._workers.values()]
         self._least_tokens = min((hello.max_model_len for hello in hellos), default=0)
         self._least_samples = min((hello.max_num_seqs for hello in hellos), default=0)
-        self._everybody = tuple(self._workers.values())
+        self._usable = ()
         self._ready_until_s = float("-inf")
         self._layouts = None
 

@@ -16,6 +16,7 @@ import grpc
 from baton.backoff import Backoff
 from baton.clock import Clock, MonotonicClock
 from baton.errors import BatonError, IncompatibleError, WorkerLostError
+from baton.ids import WorkerIdentity
 from baton.rpc.channel import open_channel, stranger
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import PROTOCOL_VERSION, WorkerHello, hello_from_proto
@@ -121,9 +122,12 @@ class WorkerLink:
 
     def send(self, action: SendAction) -> None:
         """Queues a command; dropped when that incarnation is no longer connected, since its legs are gone."""
-        if self.hello is None or self.hello.identity != action.worker:
-            return
-        self._queue.put_nowait(command_of(action))
+        if self.leads_to(action.worker):
+            self._queue.put_nowait(command_of(action))
+
+    def leads_to(self, worker: WorkerIdentity) -> bool:
+        """Whether that incarnation is connected here."""
+        return self.hello is not None and self.hello.identity == worker
 
     def refuse(self, error: BatonError) -> None:
         """Hangs up on a worker that the dispatcher did not take."""
@@ -280,6 +284,7 @@ class WorkerLinks:
         clock: Clock | None = None,
     ) -> None:
         self._sink = sink
+        self._link_to: dict[WorkerIdentity, WorkerLink] = {}
         self.refusals: Counter[str] = Counter()
         self._asked = AskedAddresses(
             "worker",
@@ -321,10 +326,15 @@ class WorkerLinks:
 
     def send(self, action: SendAction) -> None:
         """Queues a command for its worker."""
-        for link in self.links:
-            if link.hello is not None and link.hello.identity == action.worker:
-                link.send(action)
-                return
+        link = self._link_to.get(action.worker)
+        if link is None or not link.leads_to(action.worker):
+            self._link_to = {}
+            for one in self.links:
+                if one.hello is not None:
+                    self._link_to.setdefault(one.hello.identity, one)
+            link = self._link_to.get(action.worker)
+        if link is not None:
+            link.send(action)
 
     def refuse(self, action: RefuseWorker) -> None:
         """Hangs up on a worker."""

@@ -138,6 +138,45 @@ async def test_a_router_whose_clock_is_wrong_removes_nothing_that_others_find(cl
     assert await client.hgetall(HASH) == {name: theirs}
 
 
+async def test_only_what_is_new_is_opened_and_what_grows_old_is_refused_all_the_same(
+    client, monkeypatch
+):
+    opened, open_one = list[str](), Seal.open
+
+    def counted(seal, name, *rest):
+        opened.append(name)
+        return open_one(seal, name, *rest)
+
+    monkeypatch.setattr(Seal, "open", counted)
+    writer, other, reader = registry(client), registry(client), registry(client)
+    pool = replace(WORKER, kind="pool")
+    await writer.register(WORKER)
+    await other.register(pool)
+    await reader.registrations()
+    opened.clear()
+    await writer.register(WORKER)
+    await other.register(replace(pool, address="10.0.0.4:9100"))
+    assert opened == ["baton:pool/decode-3@ab"], "the worker's is still good as it was sealed"
+    found = await reader.registrations()
+    assert {one.address for one in found.registrations} == {"10.0.0.3:7001", "10.0.0.4:9100"}
+    assert opened == ["baton:pool/decode-3@ab"] * 2
+    monkeypatch.setattr(Seal, "now_ms", lambda seal: round(1000 * (time.time() + 400.0)))
+    late = await reader.registrations()
+    assert late.registrations == ()
+    assert all(why.startswith("out of date") for why in late.faults)
+
+
+async def test_what_was_sealed_long_ago_is_sealed_anew(client, monkeypatch):
+    writer = registry(client, lease_s=5.0)
+    await writer.register(WORKER)
+    (before,) = await client.hvals(HASH)
+    monkeypatch.setattr(Seal, "now_ms", lambda seal: round(1000 * (time.time() + 3.0)))
+    await writer.register(WORKER)
+    (after,) = await client.hvals(HASH)
+    assert after != before
+    assert await held(client) == (WORKER,)
+
+
 async def test_a_lease_that_was_set_by_hand_to_last_for_ever_ends(client):
     await registry(client).register(WORKER)
     await client.zadd(LEASES, {"worker/decode-3@ab": 1e15})

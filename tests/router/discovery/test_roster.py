@@ -1,6 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.discovery.registry import MOST_REGISTRATIONS
 from router.discovery.roster import Roster
 
 ADDRESSES = st.sampled_from(["a", "b", "c", "d", "listed"])
@@ -84,3 +85,8 @@ def test_listed_addresses_that_change_are_opened_and_closed_at_once():
     assert (change.opened, change.closed) == (("d",), ("a",))
     assert roster.asked == {"b", "c", "d"}
     assert roster.look({"a"}, (), 1.0).opened == ("a",)
+
+
+def test_all_that_may_register_are_asked():
+    registered = [f"10.0.0.1:{number}" for number in range(MOST_REGISTRATIONS)]
+    assert Roster().look(registered, (), 0.0).left_out == 0

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from baton.ids import LegId
 from router.routing.forecast import Fleet, Forecast
+from tests.interpreter_steps import steps_of
 
 
 def leg(number: int) -> LegId:
@@ -58,7 +59,7 @@ def test_steps_are_looked_at_a_few_times_per_second():
 
 def test_what_is_learned_of_one_worker_is_expected_of_those_not_measured():
     fleet = Fleet()
-    measured, other, later = fleet.newcomer(), fleet.newcomer(), fleet.newcomer()
+    measured, other, later = (Forecast(fleet) for _ in range(3))
     for tokens in (100, 1000, 4000):
         measured.prefilled(tokens, 0, tokens * 0.01)
     assert other.prefill_s(2000, 0) == pytest.approx(20.0, rel=0.3)
@@ -67,9 +68,35 @@ def test_what_is_learned_of_one_worker_is_expected_of_those_not_measured():
     assert other.prefill_s(2000, 0) < later.prefill_s(2000, 0)
 
 
+def test_a_measurement_costs_the_same_however_many_workers_there_are():
+    def measuring(others: int) -> int:
+        fleet = Fleet()
+        measured, *_others = (Forecast(fleet) for _ in range(1 + others))
+
+        def measure() -> None:
+            measured.prefilled(1000, 0, 1.0)
+            measured.stepped(10, 1000, 0.02, 0.0)
+            measured.fetched(1, 1000, 0.01)
+
+        return steps_of(measure)
+
+    assert measuring(200) == measuring(1)
+
+
+def test_a_worker_that_has_been_measured_keeps_to_that_whatever_others_take():
+    fleet = Fleet()
+    quick, slow = Forecast(fleet), Forecast(fleet)
+    quick.stepped(10, 1000, 0.01, 0.0)
+    expected_s = quick.tbt_s(10, 1000)
+    for number in range(20):
+        slow.stepped(10, 1000, 1.0, float(number))
+    assert quick.tbt_s(10, 1000) == expected_s
+    assert Forecast(fleet).tbt_s(10, 1000) > expected_s
+
+
 def test_a_link_that_was_never_used_is_expected_to_be_like_the_others():
     fleet = Fleet()
-    one, other = fleet.newcomer(), fleet.newcomer()
+    one, other = Forecast(fleet), Forecast(fleet)
     for _ in range(30):
         one.handed_off(3, 10**9, 0.0, 10.0)
     assert other.link_to(3).bytes_per_s == pytest.approx(1e8, rel=0.2)

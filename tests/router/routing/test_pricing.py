@@ -2,6 +2,7 @@
 
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,9 @@ from router.routing.predictive import (
     PythonPricing,
 )
 from router.routing.pricing import NativePricing, fastest_pricing, pricing_library
+from router.routing.table import HeldBySlot
 from router.routing.view import ClusterView
+from tests.interpreter_steps import steps_of
 from tests.router.known_workers import hello
 
 counts = st.integers(0, 300)
@@ -107,7 +110,7 @@ def test_both_ways_find_the_same_costs(native, data, local):
     view = cluster_of(data)
     for number, worker in enumerate(view.workers):
         worker.legs = 1 << number  # so that no sum of two is another's, and chance decides nothing
-    candidates, demand = Candidates(tuple(view.workers), frozenset()), demand_of(data, view)
+    candidates, demand = Candidates(tuple(view.workers)), demand_of(data, view)
     ours = native.cheapest(candidates, demand, Random(1), local)
     theirs = PythonPricing().cheapest(candidates, demand, Random(2), local)
     assert ours.rationale.considered() == theirs.rationale.considered()
@@ -137,7 +140,7 @@ def test_equals_are_drawn_by_chance(native):
     for number in range(4):
         view.join(hello(f"h{number}", Role.HYBRID), f"unix:{number}", 0.0)
     candidates, demand = (
-        Candidates(tuple(view.workers), frozenset()),
+        Candidates(tuple(view.workers)),
         Demand(tokens=9, samples=1, held={}),
     )
     rng = Random(0)
@@ -148,7 +151,7 @@ def test_equals_are_drawn_by_chance(native):
 def test_what_is_held_at_a_slot_that_nobody_here_has_is_ignored(native):
     view = ClusterView(PrefixIndex(max_blocks=100), silence_timeout_s=1e9)
     worker = view.join(hello("h0", Role.HYBRID), "unix:h0", 0.0)
-    candidates = Candidates((worker,), frozenset())
+    candidates = Candidates((worker,))
     ranks = {
         rank_of(native.cheapest(candidates, demand, Random(0), LOCAL).single)
         for demand in (Demand(tokens=9, samples=1, held=held) for held in ({}, {1000: 5}))
@@ -171,3 +174,48 @@ def test_workers_that_come_and_go_are_seen_by_the_next_decision():
     chosen = policy.pair(view.usable(0.0), demand, Random(0))
     assert isinstance(chosen, Pair)
     assert chosen.prefill is new
+
+
+def deciding(way: NativePricing, workers: int, *, draining: bool, full: bool) -> int:
+    """Steps of two decisions, among all decoders and where half of them may be full, once others have been made."""
+    view = ClusterView(PrefixIndex(max_blocks=100))
+    for number in range(workers):
+        role = (Role.PREFILL, Role.DECODE)[number % 2]
+        view.join(hello(f"w{number}", role, num_blocks=10_000), f"unix:{number}", 0.0)
+    first, *_ = view.workers
+    first.draining = draining
+    policy, rng = Predictive(LOCAL, way), Random(0)
+    held = HeldBySlot(workers)
+    identities = [worker.identity for worker in view.workers]
+    some = frozenset(identities[1 : workers // 2 : 2] if full else ())
+
+    def decide() -> None:
+        for those in (frozenset[WorkerIdentity](), some):
+            demand = Demand(tokens=5000, samples=1, held=held, full=those)
+            policy.pair(view.usable(1.0), demand, rng)
+
+    decide()
+    return steps_of(decide)
+
+
+@pytest.mark.parametrize(("draining", "full"), [(False, False), (True, False), (False, True)])
+def test_a_decision_costs_python_the_same_among_any_number_of_workers(native, draining, full):
+    """Also while one of them drains, and while many are full: what was prepared for C is used again."""
+    few, many = (deciding(native, n, draining=draining, full=full) for n in (10, 200))
+    assert many == few
+
+
+def test_who_is_full_decodes_nothing_and_is_asked_again_when_it_has_room():
+    view = ClusterView(PrefixIndex(max_blocks=100))
+    for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
+        view.join(hello(name, role, num_blocks=10_000), f"unix:{name}", 0.0)
+    _, best, other = view.workers
+    other.legs = other.decode_sequences = 3
+    policy, demand = Predictive(LOCAL, fastest_pricing()), Demand(tokens=5000, samples=1, held={})
+    chosen = []
+    for worker in (best, other, best):
+        full = frozenset({best.identity} if worker is other else ())
+        pair = policy.pair(view.usable(0.0), msgspec.structs.replace(demand, full=full), Random(0))
+        assert isinstance(pair, Pair)
+        chosen.append(pair.decode)
+    assert chosen == [best, other, best]

@@ -8,6 +8,7 @@ from baton.ids import LayerName, Role
 from router.breaker import Circuit
 from router.routing.index import PrefixIndex
 from router.routing.view import ClusterView
+from tests.interpreter_steps import steps_of
 from tests.router.known_workers import hello, layout
 
 
@@ -193,7 +194,6 @@ def test_a_worker_that_failed_and_is_gone_costs_nothing_and_is_forgotten_in_time
     view.join(hello("b", Role.DECODE), "unix:b", 0.0)
     gone = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
     _fail(gone, 1.0)
-    assert view.usable(2.0) is not view.usable(2.0), "workers are asked one by one"
     view.lose(gone.identity)
     assert view.usable(2.0) is view.usable(2.0)
     view.join(hello("c", Role.DECODE), "unix:c", 3700.0)
@@ -224,6 +224,44 @@ def test_while_all_are_well_the_same_tuple_is_given_again(view):
     assert view.usable(2.0) is first
     worker.draining = True
     assert view.usable(3.0) == ()
+
+
+def _drain(worker) -> None:
+    worker.draining = True
+
+
+def _silence(worker) -> None:
+    worker.heard_s = -1000.0
+
+
+def _stall(worker) -> None:
+    worker.legs, worker.progress_s = 1, -1000.0
+
+
+@pytest.mark.parametrize("leave_out", [_drain, _silence, _stall, lambda worker: _fail(worker, 1.0)])
+def test_one_worker_that_is_left_out_costs_the_others_nothing(leave_out):
+    """Neither what policies have prepared for them, nor a look at each."""
+
+    def asking(workers: int) -> int:
+        view = ClusterView(PrefixIndex(max_blocks=100))
+        for number in range(workers):
+            view.join(hello(f"w{number}", Role.DECODE), f"unix:{number}", 0.0)
+        sick, *others = view.workers
+        leave_out(sick)
+        usable = view.usable(1.0)
+        assert usable == tuple(others)
+        assert view.usable(1.5) is usable
+        return steps_of(lambda: view.usable(2.0))
+
+    assert asking(200) == asking(3)
+
+
+def test_a_worker_that_is_heard_again_is_used_again_at_once(view):
+    silent, other = (view.join(hello(name, Role.DECODE), f"unix:{name}", 0.0) for name in "ab")
+    other.heard_s = 500.0
+    assert view.usable(601.0) == (other,)
+    silent.report(WorkerLoad(), 601.0)
+    assert view.usable(601.0) == (silent, other)
 
 
 _EVENTS = st.lists(

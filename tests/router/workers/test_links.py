@@ -27,9 +27,10 @@ from router.dispatch.events import (
     WorkerLost,
 )
 from router.workers.links import LinkState, LinkTiming, WorkerLink, WorkerLinks
+from tests.interpreter_steps import steps_of
 from tests.kv_transfer.permits import permit
 from tests.router.grpc_workers import FakeWorker, running
-from tests.router.known_workers import drawn
+from tests.router.known_workers import drawn, hello
 from tests.waits import WAIT_S, soon
 
 pytestmark = pytest.mark.timeout(30)
@@ -329,3 +330,41 @@ async def test_a_worker_that_is_refused_is_told_of_once_and_counted_each_time(tm
         told = [record.message for record in caplog.records]
         assert told.count("worker cannot be used") == 1
         assert "worker joined" not in told
+
+
+def connected(workers: int) -> WorkerLinks:
+    """Links at which as many workers have greeted."""
+    links = WorkerLinks([f"10.0.0.1:{7000 + number}" for number in range(workers)], lambda _: None)
+    for number, link in enumerate(links.links):
+        link.hello = hello(f"w{number}", Role.DECODE)
+    return links
+
+
+def cancel(worker_id: str, incarnation: int = 1) -> SendCancel:
+    identity = hello(worker_id, Role.DECODE, incarnation=incarnation).identity
+    return SendCancel(worker=identity, leg_id=LegId(5))
+
+
+async def test_a_command_costs_the_same_however_many_workers_there_are():
+    def sending(workers: int) -> int:
+        links, command = connected(workers), cancel(f"w{workers - 1}")
+        links.send(command)
+        return steps_of(lambda: links.send(command))
+
+    assert sending(200) == sending(2)
+
+
+async def test_commands_find_a_worker_wherever_it_is_connected_now(monkeypatch):
+    links, sent = connected(3), []
+    monkeypatch.setattr(WorkerLink, "send", lambda link, action: sent.append((link, action)))
+    first, second, third = links.links
+    commands = [cancel("w0"), cancel("w0"), cancel("w0", incarnation=2), cancel("w2")]
+    links.send(commands[0])
+    first.hello, second.hello = second.hello, first.hello
+    links.send(commands[1])
+    second.hello = hello("w0", Role.DECODE, incarnation=2)
+    links.send(cancel("w0"))
+    links.send(commands[2])
+    links.send(commands[3])
+    targets = [first, second, second, third]
+    assert sent == list(zip(targets, commands, strict=True))
