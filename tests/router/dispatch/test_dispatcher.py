@@ -1033,7 +1033,7 @@ def test_while_more_wait_than_a_tick_moves_nothing_else_is_to_be_begun():
     waits = [core.dispatcher.waits_for_room]
     core.pass_time(0.05)
     assert [*waits, core.dispatcher.waits_for_room] == [True, False]
-    assert core.view.find("p0").prefills == MOVED_AT_ONCE + 10
+    assert core.dispatcher.in_flight == MOVED_AT_ONCE + 10
 
 
 def test_the_first_worker_that_is_heard_again_is_not_sent_what_all_others_had():
