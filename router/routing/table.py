@@ -11,7 +11,9 @@ fingerprint lies in one of two buckets of 8 (half of its bits name one, half the
 lines at most, and a removal leaves no trace.
 """
 
+import contextlib
 import ctypes
+import mmap
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -150,7 +152,14 @@ class TableMemory(ctypes.Structure):
         return Split(before=before, first=first, last=last)
 
     def _room(self) -> Words:
-        return np.zeros((self._most_buckets, _LINES, WIDTH), np.uint64)
+        # Of the system, not of the C library: that takes arrays of some megabytes from what was freed, and clears all
+        # of it at once.
+        size_bytes = self._most_buckets * _LINES * WIDTH * 8
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(pages, np.uint64).reshape(self._most_buckets, _LINES, WIDTH)
 
     def _hold(self, rooms: list[Words], num_buckets: int) -> None:
         """Has its lines in these arrays, the fingerprints first."""
