@@ -276,14 +276,18 @@ class FamilyParser(OutputReader):
         """Qwen3-Coder's: each parameter becomes a member of the arguments, of the type that the tool's schema gives it.
         A call that is bare is of a tool that there is, and a parameter or its end follows: all else is text about calls.
         """
-        if not bare and not (yield from self._accept_after_blanks(tools.head)):
-            return False
-        name = yield from self._read_until(">", LONGEST_NAME)
-        if name is None or not TOOL_NAME.fullmatch(name if bare else name.strip()):
-            return False
-        if bare and not (name in self._parameters and (yield from self._is_within_tags())):
-            return False
-        name = name.strip()
+        if bare:
+            # Marks may follow what only looks like one, and are not read over.
+            name = yield from self._read_word(LONGEST_NAME)
+            is_call = (yield from self._accept(">")) and name in self._parameters
+            if not (is_call and (yield from self._is_within_tags())):
+                return False
+        else:
+            if not (yield from self._accept_after_blanks(tools.head)):
+                return False
+            name = ((yield from self._read_until(">", LONGEST_NAME)) or "").strip()
+            if not TOOL_NAME.fullmatch(name):
+                return False
         self._begin_call(name)
         told, schema = self._types.get(name), self._parameters.get(name)
         types, opening = dict[str, Types](), "{"
@@ -328,7 +332,7 @@ class FamilyParser(OutputReader):
         self, tools: ToolFamily, types: Types, others: Sequence[str]
     ) -> Reading[tuple[str, str | None] | None]:
         """A parameter's value, up to what ends it and stands in no string of JSON; and which of `others` begins there,
-        if it does. None where the output was cut off before.
+        if it does. None where the output was cut off before, or ends behind what looks like the call's end and was none.
 
         Some models leave the tag at a value's end out. So a line ends it too that begins another parameter of the tool,
         or that ends the function or the call, where only the end of that, another call or nothing follows: a file that
@@ -350,7 +354,9 @@ class FamilyParser(OutputReader):
         while True:
             parts.append((yield from self._read_up_to(_MAY_END_VALUE)))
             if not (yield from self._peek()):
-                return None if self._is_cut_off else (self._in_words("".join(parts)), None)
+                rest = "".join(parts)
+                is_lost = _FUNCTION_END in rest or self._signs[tools.end] in rest
+                return None if self._is_cut_off or is_lost else (self._in_words(rest), None)
             passed, ends, next_key = "", False, None
             if (yield from self._accept(VALUE_END)):
                 passed, ends = VALUE_END, True
@@ -360,10 +366,11 @@ class FamilyParser(OutputReader):
             elif (yield from self._accept(end_line)):
                 passed = end_line + (yield from self._read_blanks())
                 ends = yield from self._is_at_end((tools.begin,))
-            elif (yield from self._is_next(_PARAMETER_LINE)):
+            if not ends and (passed[-1:] == "\n" or (yield from self._is_next(_PARAMETER_LINE))):
+                lead = _PARAMETER if passed else _PARAMETER_LINE
                 for name in others:
-                    if (yield from self._accept(f"{_PARAMETER_LINE}{name}>")):
-                        passed, ends, next_key = f"{_PARAMETER_LINE}{name}>", True, name
+                    if (yield from self._accept(f"{lead}{name}>")):
+                        passed, ends, next_key = f"{passed}{lead}{name}>", True, name
                         break
             if ends and is_whole():
                 value = "".join(parts) + ("\n" if passed[0] == "\n" else "")

@@ -391,10 +391,13 @@ def tagged_rules(
 
 
 def _text_rules(prefix: str, lengths: tuple[int, int | None]) -> tuple[str, list[str]]:
-    """The rule of a text, with what ends it; and the rules that it needs."""
+    """The rule of a text, with what ends it; and the rules that it needs. No line of it begins as what ends a value
+    whose own end is left out: the parser could take it for that.
+    """
     least, most = lengths
     end = VALUE_END.replace("/", "\\/")
     count = f"{{{least},{'' if most is None else most}}}"
-    terminal = f"/(?s:.{count})\\n{end}/ & ~/(?s:.*{end}.+)/"
+    lines = r"/(?s:(.*\n)?<(parameter=|\/function>|\/tool_call>).*)/"
+    terminal = f"/(?s:.{count})\\n{end}/ & ~/(?s:.*{end}.+)/ & ~{lines}"
     name = f"text_{prefix}"
     return name, [f"{name}[lazy]: {name.upper()}", f"{name.upper()}: {terminal}"]

@@ -348,6 +348,44 @@ def accepted(grammar: str, tokenizer: Tokenizer, text: str) -> bool:
 
 
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("content", "is_taken"),
+    [
+        ("a\nb <parameter=line>\n</functions>\n\n", True),
+        ("<parameter=line>", False),
+        ("a\n<parameter=line>\nb", False),
+        ("a\n</function>\n</tool_call>\nb", False),
+    ],
+)
+def test_a_held_text_has_no_line_that_the_parser_ends_a_value_at(
+    content: str, is_taken: bool, as_tokens: bool
+) -> None:
+    marks = TOOL_FAMILIES["qwen3_coder"].marks if as_tokens else ()
+    tokenizer = byte_tokenizer(marks, special=False)
+    made = detect_format(None, tokenizer.token_to_id, tool_call_parser="qwen3_coder")
+    properties: JsonObject = {"content": {"type": "string"}, "line": {"type": "integer"}}
+    arguments: JsonObject = {
+        "type": "object",
+        "properties": properties,
+        "required": ["content", "line"],
+        "additionalProperties": False,
+    }
+    tools = [ToolSchema(name="write", parameters=arguments, strict=True)]
+    form = AnswerForm(
+        kind="calls",
+        value={"write": arguments},
+        param="tools",
+        calls=made.calls_lark(tools, parallel=True, schema=CALL_SCHEMA),
+        call_schemas=tuple(made.call_schemas(tools)),
+    )
+    text = (
+        f"<tool_call>\n<function=write>\n<parameter=content>\n{content}\n</parameter>\n"
+        "<parameter=line>\n3\n</parameter>\n</function>\n</tool_call>"
+    )
+    assert accepted(grammar_of(form, ()).text, tokenizer, text) == is_taken
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
 def test_strict_tools_are_held_to_in_calls_without_their_mark(as_tokens: bool) -> None:
     marks = TOOL_FAMILIES["qwen3_coder"].marks if as_tokens else ()
     tokenizer = byte_tokenizer(marks, special=False)

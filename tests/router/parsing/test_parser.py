@@ -540,6 +540,35 @@ def test_lines_of_a_value_that_end_no_call_are_its_own(value: str) -> None:
     assert (found.content, found.arguments()) == ("", [{"city": value, "days": 3}])
 
 
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    "said", ["Calls begin with `<function=`.", "So: <function= a, <function=now"]
+)
+def test_what_follows_a_mention_of_a_call_is_read_as_ever(said: str, as_tokens: bool) -> None:
+    made = output_format("qwen3_coder", "qwen3", as_tokens=as_tokens)
+    text = f"{said}\n<think>hm</think>\n{qwen3_coder(('now', {}))}"
+    for cuts in (range(0), range(len(text))):
+        found = parsed(made, text, cuts)
+        assert (found.content.strip(), found.reasoning, found.arguments()) == (said, "hm", [{}])
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("Oslo</function></tool_call>", ""),
+        ("Oslo\n</tool_call>\n\nDone.", ""),
+        ("Oslo\n</function>\n\nDone.", ""),
+        ("Oslo\n</function>\n<parameter=days>\n3\n</parameter>\n</function>", '{"city": "Oslo", "days": 3}'),
+    ],
+)  # fmt: skip
+def test_a_value_that_ran_over_the_calls_end_is_none(written: str, arguments: str) -> None:
+    made = output_format("qwen3_coder", None, as_tokens=False)
+    text = f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{written}"
+    for cuts in (range(0), range(len(text))):
+        found = parsed(made, text, cuts, cut_off=False)
+        assert (found.content, found.calls) == ("", [("get_weather", arguments)])
+
+
 def test_a_line_within_quotes_ends_no_value_that_is_json() -> None:
     made = output_format("qwen3_coder", None, as_tokens=False)
     schema: JsonObject = {"type": "object", "properties": {"a": {"type": "array"}, "b": {}}}
