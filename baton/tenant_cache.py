@@ -20,9 +20,8 @@ class TenantCache(Generic[_Key, _Value]):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._values: OrderedDict[_Key, tuple[str, _Value]] = (
-            OrderedDict()
-        )  # those used last behind
+        self._values = OrderedDict[_Key, tuple[str, _Value]]()
+        """By key: whose, and the value; those used last behind."""
 
     def __contains__(self, key: _Key) -> bool:
         return key in self._values

@@ -43,18 +43,18 @@ def run(arguments: argparse.Namespace) -> int:
     flags = given_settings(arguments)
     if arguments.model is not None:
         flags.append(Setting(path="model.model", value=arguments.model, source="MODEL"))
-    elif (flag := next(may_hold_more(arguments), None)) is not None:
-        raise ConfigError(
-            f"without MODEL {flag} takes one value, since a second one may be meant as MODEL:"
-            f" give MODEL before {flag}, or {flag} once for each value",
-            param=flag,
-        )
     if arguments.ray_address is not None:
         if arguments.launcher != "ray":
             raise ConfigError("--ray-address needs --launcher ray", param="--ray-address")
         address = arguments.ray_address
         flags.append(Setting(path="ray.address", value=address, source="--ray-address"))
     config = load(arguments.file, environment=env.settings(), flags=flags)
+    if not config.model.model and (flag := next(may_hold_more(arguments), None)) is not None:
+        raise ConfigError(
+            f"without MODEL {flag} takes one value, since a second one may be meant as MODEL:"
+            f" give MODEL before {flag}, or {flag} once for each value",
+            param=flag,
+        )
     logs.configure(config.log, "launcher")
     if arguments.launcher == "ray":
         config = fit_ray(config)

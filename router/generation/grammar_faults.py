@@ -4,7 +4,6 @@ or takes it too long or too much memory, has that for its fault.
 
 import json
 import signal
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ MAX_CHECK_S = 30.0
 """How long a check may take; what goes by all other limits takes a few seconds where cores are busy."""
 
 _MAX_REPLY_BYTES = 64 * 1024
-_LIMITS = (
+_LIMIT_NAMES = (
     *("max_items_in_row", "initial_lexer_fuel", "step_lexer_fuel", "step_max_items"),
     *("max_lexer_states", "max_grammar_size", "precompute_large_lexemes", "verbose_errors"),
 )
@@ -39,12 +38,12 @@ class Verdict:
 
     Attributes:
         fault: What is wrong with the first that is not taken; empty where all are.
-        place: Which that is.
-        seconds: Of a processor, that finding out took.
+        place: Which that is; None where its process ended, and did not tell.
+        seconds: Of a processor, that finding out took; where it ended its process, the start of the next one, too.
     """
 
     fault: str
-    place: int
+    place: int | None
     seconds: float
 
 
@@ -67,7 +66,7 @@ class GrammarFaults:
         self._stack_bytes = stack_bytes
         self._limit_s = limit_s
         settings = {
-            "limits": {name: getattr(limits, name) for name in _LIMITS},
+            "limits": {name: getattr(limits, name) for name in _LIMIT_NAMES},
             "stack_bytes": stack_bytes,
             "memory_bytes": MAX_MEMORY_BYTES,
             "limit_s": limit_s,
@@ -83,27 +82,27 @@ class GrammarFaults:
             limited: Whether the limits hold for them, or only llguidance's own.
 
         Raises:
-            UnavailableError: No process could be started.
+            UnavailableError: No process could be started, or this is closed.
         """
-        child = self._children.take()
-        begun_s = time.monotonic()
+        question = json.dumps({"grammars": list(grammars), "limited": limited}).encode()
         try:
-            question = json.dumps({"grammars": list(grammars), "limited": limited}).encode()
-            answer: dict[str, Any] = json.loads(child.ask(question, self._limit_s))
+            with self._children.one() as child:
+                begun_s = child.cpu_s()
+                answer: dict[str, Any] = json.loads(child.ask(question, self._limit_s))
         except TimeoutError:
             fault = self._too_long()
         except ChildEndedError as error:
             fault = self._why_ended(error.by_signal)
         else:
-            self._children.give_back(child)
             return Verdict(fault=answer["fault"], place=answer["place"], seconds=answer["cpu_s"])
         _log.warning("a grammar ended the process that checked it", fault=fault)
-        with suppress(UnavailableError):  # whose grammar it was pays for the next process, too
-            self._children.give_back(self._start())
-        return Verdict(fault=fault, place=0, seconds=time.monotonic() - begun_s)
+        seconds = child.cpu_s() - begun_s
+        with suppress(UnavailableError):
+            seconds += self._children.start_one().cpu_s()
+        return Verdict(fault=fault, place=None, seconds=seconds)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes, also those that check: who waits for one gets an UnavailableError."""
         self._children.close()
 
     def _start(self) -> AskedProcess:

@@ -188,9 +188,11 @@ class GrammarChecker:
             pass
 
     def close(self) -> None:
-        """Ends the threads and the processes."""
-        self._threads.close()
+        """Ends the processes, and then the threads: a check that has begun ends with its process, and is not waited
+        for.
+        """
         self._faults.close()
+        self._threads.close()
 
     def _admitted(self, form: AnswerForm, tenant_id: str) -> _Tenant:
         """The tenant, if it may have another grammar checked."""
@@ -255,10 +257,13 @@ class GrammarChecker:
             verdict = self._faults.first([grammar.text])
             child_s += verdict.seconds
             if verdict.fault:
+                path = grammar.param
                 paths, alone = _lone_keywords(parts, verdict.fault)
-                lone = self._faults.first(alone, limited=False)
-                child_s += lone.seconds
-                path = paths[lone.place] if lone.fault else grammar.param
+                if alone:
+                    lone = self._faults.first(alone, limited=False)
+                    child_s += lone.seconds
+                    if lone.fault and lone.place is not None:
+                        path = paths[lone.place]
                 outcome = InvalidRequestError(
                     f"{path}: {reason_of(verdict.fault)}", param=grammar.param
                 )
@@ -273,7 +278,7 @@ def _digest(form: AnswerForm) -> bytes:
     return blake2b(json.dumps([form.kind, value, *around]).encode(), digest_size=16).digest()
 
 
-_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
 def _lone_keywords(parts: list[SchemaPart], fault: str) -> tuple[list[str], list[str]]:
@@ -286,7 +291,7 @@ def _lone_keywords(parts: list[SchemaPart], fault: str) -> tuple[list[str], list
         if isinstance(pattern := part.schema.get("pattern"), str):
             paths.append(f"{part.path}.pattern")
             grammars.append(LLMatcher.grammar_from_regex(pattern))
-        for keyword in _LIMITS:
+        for keyword in _NUMBER_BOUNDS:
             if keyword in part.schema:
                 limit = json.dumps({"type": "number", keyword: part.schema[keyword]})
                 paths.append(f"{part.path}.{keyword}")

@@ -99,7 +99,7 @@ class Responder:
         decisions: What routing remembers of the last requests, shown to admins.
         tracer: Takes the spans of requests.
         output_format: How the model writes calls and reasoning.
-        sse_keep_alive_s: How long a stream sends nothing.
+        sse_keep_alive_s: A stream on which nothing was sent for so long is sent what keeps its connection open.
     """
 
     def __init__(
@@ -222,6 +222,7 @@ class Responder:
                 writer.fault,
                 keep_alive=writer.keep_alive,
                 interval_s=self._sse_keep_alive_s,
+                waited_s=self._clock.now_s() - account.body_read_s,
             )
         with refusals():
             choices = await while_connected(

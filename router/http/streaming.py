@@ -101,11 +101,12 @@ class EventStream(Response):
     A fault after that is the stream's last event. A client that reads slowly makes `send` wait, and thereby `pieces`.
 
     Args:
-        pieces: Of whole events each.
+        pieces: Of the events, in order; one that ends within an event is followed by the next at once.
         on_gone: Called when the client has gone.
         fault: Writes the last event of a stream that cannot go on.
         keep_alive: Between pieces, the event that says nothing.
-        interval_s: How long nothing is sent.
+        interval_s: After how long without a piece that is sent.
+        waited_s: How long the client has waited for the stream already.
     """
 
     media_type = "text/event-stream"
@@ -118,6 +119,7 @@ class EventStream(Response):
         *,
         keep_alive: bytes = KEEP_ALIVE,
         interval_s: float = 15.0,
+        waited_s: float = 0.0,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -129,7 +131,7 @@ class EventStream(Response):
         self._started = self._has_pieces = self._is_sending = False
         self._kept_alive: asyncio.Event | None = None
         self._now_s = asyncio.get_running_loop().time
-        self._sent_s = self._now_s()
+        self._sent_s = self._now_s() - waited_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream; returns when it is sent or the client has gone."""

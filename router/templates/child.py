@@ -9,7 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
 
 from baton.errors import ChildEndedError, UnavailableError
 from router.templates.sandbox import message, receive
@@ -37,6 +40,7 @@ class AskedProcess:
         self, program: str, settings: bytes, *, purpose: str, max_reply_bytes: int
     ) -> None:
         self._max_reply_bytes = max_reply_bytes
+        self._cpu_s = 0.0
         try:
             self._socket, self._process = _started(program)
         except OSError as error:
@@ -55,6 +59,14 @@ class AskedProcess:
     def alive(self) -> bool:
         """Whether it can be asked."""
         return self._process.poll() is None
+
+    def cpu_s(self) -> float:
+        """Processor time that it has taken until now, to some 10 ms; of one that has ended, all that it took."""
+        with suppress(psutil.NoSuchProcess):
+            if self._process.returncode is None:
+                times = psutil.Process(self._process.pid).cpu_times()
+                self._cpu_s = times.user + times.system
+        return self._cpu_s
 
     def ask(self, body: bytes, limit_s: float) -> bytearray:
         """What it answers. One that does not is ended.
@@ -80,9 +92,14 @@ class AskedProcess:
     def _ended(self) -> ChildEndedError:
         return ChildEndedError("the process ended instead of answering", by_signal=self.end())
 
+    def kill(self) -> None:
+        """Kills it, from any thread: who asks it something meanwhile gets a ChildEndedError, and ends it."""
+        self._process.kill()
+
     def end(self) -> int:
         """Kills it; the number of the signal that had ended it before, if one had."""
         self._socket.close()
+        self.cpu_s()
         self._process.kill()
         return max(0, -self._process.wait())
 
@@ -99,38 +116,81 @@ class AskedProcesses:
         self._start = start
         self._lock = threading.Lock()
         self._idle: list[AskedProcess] = []
+        self._in_use: set[AskedProcess] = set()
         self._closed = False
 
-    def take(self) -> AskedProcess:
-        """One that can be asked; `give_back` it, or end it.
+    @contextmanager
+    def one(self) -> Iterator[AskedProcess]:
+        """One to ask within the context; unless it has ended or something fails, it is kept for the next.
 
         Raises:
-            UnavailableError: None could be started.
+            UnavailableError: None could be started, or they are closed, also while it was asked.
         """
+        child = self._taken()
+        try:
+            yield child
+        except BaseException as error:
+            child.end()
+            if self._closed and isinstance(error, ChildEndedError):
+                raise _closed() from error
+            raise
+        finally:
+            self._put_back(child)
+
+    def start_one(self) -> AskedProcess:
+        """Starts one for the next who asks.
+
+        Raises:
+            UnavailableError: It could not be started, or they are closed.
+        """
+        child = self._begun()
+        self._put_back(child)
+        return child
+
+    def close(self) -> None:
+        """Kills them, also those that are asked something: who asks gets an UnavailableError, and ends it."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for child in self._in_use:
+                child.kill()
+        for child in idle:
+            child.end()
+
+    def _taken(self) -> AskedProcess:
         while True:
             with self._lock:
                 child = self._idle.pop() if self._idle else None
+                if child is not None:
+                    self._in_use.add(child)
             if child is None:
-                return self._start()
+                return self._begun()
             if child.alive():
                 return child
             child.end()
+            self._put_back(child)
 
-    def give_back(self, child: AskedProcess) -> None:
-        """It may be asked again."""
+    def _begun(self) -> AskedProcess:
+        if self._closed:
+            raise _closed()
+        child = self._start()
         with self._lock:
-            if not self._closed:
+            self._in_use.add(child)
+            if self._closed:
+                child.kill()
+        return child
+
+    def _put_back(self, child: AskedProcess) -> None:
+        with self._lock:
+            self._in_use.discard(child)
+            if child.alive() and not self._closed:
                 self._idle.append(child)
                 return
         child.end()
 
-    def close(self) -> None:
-        """Ends those that nobody asks anything; the others end as they are given back."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for child in idle:
-            child.end()
+
+def _closed() -> UnavailableError:
+    return UnavailableError("The processes that are asked are closed.")
 
 
 def _started(program: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:

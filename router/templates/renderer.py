@@ -129,7 +129,7 @@ class TemplateRenderer:
 
         Raises:
             InvalidRequestError: The template is not one, refuses these messages, or takes too much for them.
-            UnavailableError: No child could be started.
+            UnavailableError: No child could be started, or this is closed.
         """
         request = {
             "messages": conversation.messages,
@@ -138,9 +138,11 @@ class TemplateRenderer:
             "tools": conversation.tools,
             "arguments": conversation.arguments,
         }
-        child = self._children.take()
         try:
-            reply = child.ask(_json(request), self._limit_s)
+            with self._children.one() as child:
+                reply = child.ask(_json(request), self._limit_s)
+                if reply[:1] == sandbox.EXHAUSTED:
+                    child.end()
         except TimeoutError as error:
             _log.warning("a chat template took too long", limit_s=self._limit_s)
             raise _takes_too_long(conversation) from error
@@ -149,16 +151,12 @@ class TemplateRenderer:
                 raise _takes_too_long(conversation) from error
             raise _refused(conversation, "it ended the process that rendered it") from error
         text = str(memoryview(reply)[1:], "utf-8", "replace")
-        if reply[:1] != sandbox.EXHAUSTED:
-            self._children.give_back(child)
-        else:
-            child.end()
         if reply[:1] == sandbox.OK:
             return text
         raise _refused(conversation, text)
 
     def close(self) -> None:
-        """Ends the children that render nothing; the others end with their rendering."""
+        """Ends the children, also those that render."""
         self._children.close()
 
     def _start(self) -> AskedProcess:

@@ -93,6 +93,19 @@ def test_a_flag_takes_many_values_where_model_is_given(capsys, argv):
     assert error_of(capsys, "serve", *argv) == (1, "/absent: no such directory")
 
 
+@pytest.mark.parametrize("in_file", [True, False])
+def test_a_flag_takes_many_values_where_the_file_or_the_environment_names_the_model(
+    capsys, tmp_path: Path, monkeypatch, in_file
+):
+    argv = ["--served-model-name", "a", "b"]
+    if in_file:
+        (tmp_path / "c.yaml").write_text("model: {model: /absent}")
+        argv += ["-f", str(tmp_path / "c.yaml")]
+    else:
+        monkeypatch.setenv("BATON_MODEL_MODEL", "/absent")
+    assert error_of(capsys, "serve", *argv) == (1, "/absent: no such directory")
+
+
 @pytest.mark.parametrize("words", [("a", "b", "c"), ("a", "b", "--served-model-name", "c")])
 def test_a_flag_given_again_adds_its_values(words):
     parser = argparse.ArgumentParser()

@@ -1,22 +1,26 @@
 """Grammars are looked at in processes that they may end, and those go on for others."""
 
+import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from baton.clock import ManualClock
 from baton.config.schema import GrammarConfig
 from baton.errors import InvalidRequestError, RateLimitedError, UnavailableError
 from baton.grammar import parser_limits
 from baton.telemetry.metrics import new_registry
+from router.generation import grammar_faults
 from router.generation.answer_form import AnswerForm
-from router.generation.grammar_faults import GrammarFaults
+from router.generation.grammar_faults import GrammarFaults, Verdict
 from router.generation.grammars import GrammarChecker
 from router.templates.child import AskedProcess
 from tests.deep_grammars import LARKS, lark
+from tests.waits import soon
 
 GOOD, BAD = map(LLMatcher.grammar_from_regex, ("a", "a("))
 DEEP = LLMatcher.grammar_from_lark(LARKS["rules"])
@@ -90,6 +94,47 @@ def test_a_check_that_takes_too_long_is_ended(started):
     hasty.close()
 
 
+def test_what_a_check_costs_that_is_ended_is_processor_time_and_that_of_the_next_process(started):
+    waiting = GrammarFaults(parser_limits(GrammarConfig()), limit_s=0.5)
+    assert waiting.first([GOOD]).fault == ""
+    os.kill(started[0]._process.pid, signal.SIGSTOP)
+    verdict = waiting.first([GOOD])
+    assert "more than 0.5 seconds" in verdict.fault
+    assert verdict.place is None
+    assert 0.0 < verdict.seconds <= started[1].cpu_s()
+    waiting.close()
+
+
+@pytest.mark.parametrize("kind", ["regex", "json"])
+async def test_whose_process_ends_while_keywords_are_looked_at_alone_is_told_the_fault_and_pays(
+    kind, monkeypatch: pytest.MonkeyPatch
+):
+    """And none of the keywords is blamed, since none is known to be why."""
+    checker = GrammarChecker(GrammarConfig(), (), new_registry())
+    first = checker._faults.first
+    asked: list[list[str]] = []
+
+    def ending(grammars: Sequence[str], *, limited: bool = True) -> Verdict:
+        asked.append(list(grammars))
+        if limited:
+            return first(grammars)
+        return Verdict(fault="it ended the process", place=None, seconds=1.0)
+
+    monkeypatch.setattr(checker._faults, "first", ending)
+    value: Any = "a(" if kind == "regex" else {"type": "string", "pattern": "a("}
+    outcome, seconds = checker._made(AnswerForm(kind=kind, value=value, param="field"))
+    assert isinstance(outcome, InvalidRequestError)
+    assert outcome.message.startswith("field: ")
+    assert "regex parse error" in outcome.message
+    assert (len(asked), seconds > 1.0) == ((1, False) if kind == "regex" else (2, True))
+    checker.close()
+
+
+def test_the_processes_are_told_every_limit():
+    limits = {name for name in dir(LLParserLimits) if not name.startswith("_")}
+    assert set(grammar_faults._LIMIT_NAMES) == limits
+
+
 def test_a_process_that_was_killed_is_replaced(faults, started, monkeypatch: pytest.MonkeyPatch):
     assert faults.first([GOOD]).fault == ""
     alive = AskedProcess.alive
@@ -97,13 +142,37 @@ def test_a_process_that_was_killed_is_replaced(faults, started, monkeypatch: pyt
     def killed(process: AskedProcess) -> bool:
         """It ends as soon as it was found alive."""
         is_alive = alive(process)
-        os.kill(process._process.pid, signal.SIGKILL)
+        if is_alive and process is started[0]:
+            os.kill(process._process.pid, signal.SIGKILL)
         return is_alive
 
     with monkeypatch.context() as patched:
         patched.setattr(AskedProcess, "alive", killed)
         assert "ended the process" in faults.first([GOOD]).fault
     assert faults.first([GOOD]).fault == ""
+
+
+@pytest.mark.timeout(60)
+async def test_closing_waits_for_no_check_whose_process_hangs(started, monkeypatch):
+    checker = GrammarChecker(GrammarConfig(), (), new_registry())
+    checker._faults._limit_s = 600.0
+    assert await checker.text_of(AnswerForm(kind="regex", value="a", param="field"), "tenant")
+    os.kill(started[0]._process.pid, signal.SIGSTOP)
+    asked = asyncio.Event()
+    loop, ask = asyncio.get_running_loop(), AskedProcess.ask
+
+    def told(process: AskedProcess, body: bytes, limit_s: float) -> bytearray:
+        loop.call_soon_threadsafe(asked.set)
+        return ask(process, body, limit_s)
+
+    monkeypatch.setattr(AskedProcess, "ask", told)
+    form = AnswerForm(kind="regex", value="b", param="field")
+    check = asyncio.create_task(checker.text_of(form, "tenant"))
+    await soon(asked.wait())
+    checker.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        await check
+    assert [process.alive() for process in started] == [False]
 
 
 async def test_a_grammar_that_ends_its_process_costs_its_tenant_time():

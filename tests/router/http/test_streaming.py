@@ -198,6 +198,22 @@ async def test_a_stream_without_pieces_is_kept_alive_until_there_are_more(begun:
     assert set(said[:-2]) == {b"event: ping\n\n" if begun else KEEP_ALIVE}
 
 
+async def test_what_a_client_waited_before_its_stream_was_made_counts() -> None:
+    alive = asyncio.Event()
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        await soon(alive.wait())
+        yield b"data: 1\n\n"
+
+    async def send(message: Message) -> None:
+        if message.get("body") == KEEP_ALIVE:
+            alive.set()
+
+    stream = EventStream(pieces(), _ignore, interval_s=600.0, waited_s=1800.0)
+    await stream({"path": "/"}, _never, send)
+    assert alive.is_set()
+
+
 async def test_a_stream_that_began_without_pieces_tells_a_fault_as_an_event() -> None:
     alive = asyncio.Event()
 
