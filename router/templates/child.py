@@ -174,11 +174,15 @@ class AskedProcesses:
         if self._closed:
             raise _closed()
         child = self._start()
+        self._lend(child)
+        return child
+
+    def _lend(self, child: AskedProcess) -> None:
+        """Counts a new one as in use. Where they were closed while it started, it is killed as those that were."""
         with self._lock:
             self._in_use.add(child)
             if self._closed:
                 child.kill()
-        return child
 
     def _put_back(self, child: AskedProcess) -> None:
         with self._lock:
