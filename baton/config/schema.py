@@ -126,13 +126,13 @@ class GrammarConfig:
         max_depth: Levels of a schema. What its parts refer to may lead deeper, as far as 8 MiB of stack let llguidance
             follow it: some 800 to 1,800 levels.
         max_symbols: Symbols in the productions of a compiled grammar.
-        max_states: States of its lexer; each takes up to three kilobytes of a worker's memory while an output that found
-            it runs, or its grammar is kept.
+        max_states: States of its lexer; each takes up to three kilobytes of a worker's memory while an output that
+            found it runs, or its grammar is kept.
         compile_fuel: Work to compile one, in llguidance's units: about 50,000 take a millisecond.
         step_fuel: Work to find which tokens may come next, once per token: about 70,000 take a millisecond.
-        max_compiled: Compiled grammars that a process keeps, those used last; beyond that, who has the most gives one up.
-            A worker keeps fewer where compiling them and finding their masks has taken 4 s of a core, with which their
-            memory grows.
+        max_compiled: Compiled grammars that a process keeps, those used last; beyond that, who has the most gives one
+            up. A worker keeps fewer where compiling them and finding their masks has taken 4 s of a core, with which
+            their memory grows.
         max_compiling_per_tenant: Grammars of one tenant that a router checks or has waiting for it; beyond that, 429.
         check_s_per_minute_per_tenant: Seconds of a processor that a router gives to checking one tenant's new grammars,
             per minute, and at once to who asked for none before; beyond that, 429 until as much time has passed. A
@@ -206,9 +206,9 @@ class RouterConfig:
         http_keep_alive_s: How long a client's connection may be open without a request. A load balancer in front that
             keeps idle connections longer sends requests into ones that were just closed (deploy/README.md, "Behind a
             load balancer").
-        sse_keep_alive_s: A stream of events on which nothing was sent for so long is sent a comment, or the event `ping` of
-            `/v1/messages`; one that has not begun begins after three times as long. A load balancer's bound on replies
-            without data has to be longer than that.
+        sse_keep_alive_s: A stream of events on which nothing was sent for so long is sent a comment, or the event
+            `ping` of `/v1/messages`; one that has not begun begins after three times as long. A load balancer's bound
+            on replies without data has to be longer than that.
         max_connections: HTTP connections on which requests are answered. Where there are as many, one without a request
             gives way to a new one, and where all have one, probes are answered still.
             None for what the limit of file descriptors leaves.

@@ -3,7 +3,8 @@ and for how long it holds.
 
 Redis is a hint: a registration tells where to ask, and what answers there tells what it is. Each is sealed with the
 cluster's secret (`baton.seal`), bound to the scope, to the process and to its time; what is not is refused,
-counted and removed. What is, and is out of time by the clock here, is refused and counted alone: it ends with its lease.
+counted and removed. What is, and is out of time by the clock here, is refused and counted alone: it ends with its
+lease.
 
 A process says the same again and again, and each router reads all of it twice a second. So what a process sealed is
 good for several renewals, and what a router has opened before it knows by its bytes.
@@ -207,8 +208,8 @@ class Registry:
         )
 
     def _sealed_of(self, name: str, content: bytes) -> bytes:
-        """What says `content`, as it was sealed before if that was lately: so that the bound which routers set to its age
-        holds on.
+        """What says `content`, as it was sealed before if that was lately: so that the bound which routers set to its
+        age holds on.
 
         Raises:
             ValueError: Routers would refuse it.

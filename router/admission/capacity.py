@@ -80,7 +80,7 @@ class WorkerCapacity:
         )
 
     def can_take(self, *, samples: int, context_tokens: int, slo: Slo, now_s: float) -> bool:
-        """The same of `samples` of such a context. Looks no further than at the first workers that can."""
+        """The same of `samples` of such a context. Looks no further than at those that settle it."""
         self._look(now_s)
         able = (
             worker

@@ -2,7 +2,8 @@
 
 One hash holds a field per router: a number that grows with every message, and its totals, sealed with the cluster's
 secret. A router whose number stands still for a lease is taken out by any that notices, and so is what no router of the
-cluster wrote. What one wrote that is out of time by the clock here is not heard: the others may hear it. While Redis is away every router is fair by itself, and asks again.
+cluster wrote. What one wrote that is out of time by the clock here is not heard: the others may hear it. While Redis is
+away every router is fair by itself, and asks again.
 """
 
 import asyncio

@@ -298,7 +298,8 @@ class RetryController:
         called several times per second.
 
         They are placed as there is room for them, like requests in the admission queue, and each that was tried in vain
-        is tried behind the others: the first worker that is heard again after a long silence is not sent all that the others had.
+        is tried behind the others: the first worker that is heard again after a long silence is not sent all that the
+        others had.
         """
         self.waits_for_room = False
         if not self._waiting:

@@ -282,8 +282,8 @@ _NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", 
 
 
 def _lone_keywords(parts: list[SchemaPart], fault: str) -> tuple[list[str], list[str]]:
-    """The paths of keywords that llguidance may refuse alone, and a grammar of each: where a schema was refused for that
-    fault, the first of them that is refused is why.
+    """The paths of keywords that llguidance may refuse alone, and a grammar of each: where a schema was refused for
+    that fault, the first of them that is refused is why.
     """
     paths: list[str] = []
     grammars: list[str] = []

@@ -274,7 +274,8 @@ class FamilyParser(OutputReader):
 
     def _read_tags(self, tools: ToolFamily, *, bare: bool) -> Reading[bool]:
         """Qwen3-Coder's: each parameter becomes a member of the arguments, of the type that the tool's schema gives it.
-        A call that is bare is of a tool that there is, and a parameter or its end follows: all else is text about calls.
+        A call that is bare is of a tool that there is, and a parameter or its end follows: all else is text about
+        calls.
         """
         if bare:
             # Marks may follow what only looks like one, and are not read over.
@@ -332,7 +333,8 @@ class FamilyParser(OutputReader):
         self, tools: ToolFamily, types: Types, others: Sequence[str]
     ) -> Reading[tuple[str, str | None] | None]:
         """A parameter's value, up to what ends it and stands in no string of JSON; and which of `others` begins there,
-        if it does. None where the output was cut off before, or ends behind what looks like the call's end and was none.
+        if it does. None where the output was cut off before, or ends behind what looks like the call's end and was
+        none.
 
         Some models leave the tag at a value's end out. So a line ends it too that begins another parameter of the tool,
         or that ends the function or the call, where only the end of that, another call or nothing follows: a file that

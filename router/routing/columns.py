@@ -21,9 +21,9 @@ _TAKEN_MEANWHILE = 4
 
 
 class Columns:
-    """Each is taken, or free, or dead: given up, but its bits still stand in the tables. Those that are dead are cleared
-    together, some buckets with each report and with each column that is taken, so that nothing waits for it. Those that
-    die meanwhile are next.
+    """Each is taken, or free, or dead: given up, but its bits still stand in the tables. Those that are dead are
+    cleared together, some buckets with each report and with each column that is taken, so that nothing waits for it.
+    Those that die meanwhile are next.
 
     Args:
         tables: That have them; equally many each. A column may be added to their sets while it is taken.

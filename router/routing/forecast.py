@@ -113,8 +113,8 @@ class Link(LinkRecord):
 
 
 class Costs:
-    """Coefficients that measurements teach. They lie at one address as long as this lives, so that C reads there what was
-    learned last.
+    """Coefficients that measurements teach. They lie at one address as long as this lives, so that C reads there what
+    was learned last.
 
     Args:
         prior: Coefficients to begin with, all above zero.
@@ -158,8 +158,8 @@ class Costs:
 
 
 class Fleet:
-    """What all workers have in common: what is expected of each until it has been measured itself, and of links that have
-    not been used yet.
+    """What all workers have in common: what is expected of each until it has been measured itself, and of links that
+    have not been used yet.
     """
 
     def __init__(self) -> None:

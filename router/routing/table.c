@@ -1,5 +1,5 @@
 /* The hot part of the prefix index: see router/routing/table.py, and the same in Python in plain_table.py. The records are those
- * of memory.py and sources.py. */
+ * of table.py. */
 #include <stdint.h>
 
 #define WIDTH 8

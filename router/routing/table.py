@@ -2,8 +2,9 @@
 in 40 to 80 bytes per block for 128 holders.
 
 A hash table that grows, a little with each report that needs it so that nothing waits for it. Its sets lie in columns
-of 64 holders each, so that room for 64 more is one more array and nothing moves. What is done to it for every report and every decision is written twice: in C (`table.c`, `router.routing.native_table`), and for
-machines without a compiler in Python (`router.routing.plain_table`).
+of 64 holders each, so that room for more is one more array and nothing moves. What is done to it for every report
+and every decision is written twice: in C (`table.c`, `router.routing.native_table`), and for machines without a
+compiler in Python (`router.routing.plain_table`).
 
 A block is known by its *fingerprint*, the first 8 bytes of its key, which are already uniformly random: that any two
 among a million blocks have the same has odds of one in thirty million, and a wrong answer costs a wrong guess. A
@@ -75,8 +76,8 @@ class Split(NamedTuple):
 
 
 class TableMemory(ctypes.Structure):
-    """A bucket's fingerprints, 0 where empty, are one cache line, and each word of its sets is another: a report touches
-    one of these, a lookup those of the holders that it still asks about. The first two words stand beside the
+    """A bucket's fingerprints, 0 where empty, are one cache line, and each word of its sets is another: a report
+    touches one of these, a lookup those of the holders that it still asks about. The first two words stand beside the
     fingerprints, for looking one up is waiting for memory.
 
     Buckets are split one by one, in order, until there are twice as many (linear hashing): half of their names then say

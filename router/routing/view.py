@@ -97,8 +97,8 @@ class WorkerView(WorkerRecord):
         reported_context_tokens: Tokens of context that its last decode step read.
         sends_kv: Whether it can reach others to hand KV off to them, as far as is known (`router.routing.pairs`).
         receives_kv: Whether others can reach it, as far as is known.
-        can_prefill: Whether it computes prompts for others. This and what follows comes from its greeting, and from these
-            two.
+        can_prefill: Whether it computes prompts for others. This and what follows comes from its greeting; and, of what
+            it does for others, from these two.
         can_decode: Whether it draws tokens.
         takes_kv: Whether others can hand KV off to it.
         kv_order: 0 unless it both takes KV and computes prompts for others: then a number, the same to all routers
@@ -198,8 +198,8 @@ class WorkerView(WorkerRecord):
         self.foreign_sequences = max(0, load.running + load.waiting - own)
 
     def holds(self, tokens: int, samples: int) -> bool:
-        """Whether it can have so many samples of a text of that length, however empty it is: prompt and output together,
-        or a prompt with its first token. A worker refuses what it never could.
+        """Whether it can have so many samples of a text of that length, however empty it is: prompt and output
+        together, or a prompt with its first token. A worker refuses what it never could.
         """
         return tokens <= self.hello.max_model_len and samples <= self.hello.max_num_seqs
 
@@ -364,8 +364,8 @@ class ClusterView:
         all workers, the others run whole requests. Where none is left but workers that are about to change their role,
         one of those does.
 
-        The same tuple while they are the same, so that what was prepared for it can be used again. To find that they are
-        costs a look at those alone that are not among them.
+        The same tuple while they are the same, so that what was prepared for it can be used again. To find that they
+        are costs a look at those alone that are not among them.
         """
         open_ones = frozenset(breaker for breaker in self._open if not breaker.allows(now_s))
         if (
@@ -385,8 +385,8 @@ class ClusterView:
         return worker.silent(now_s, self._silence_timeout_s)
 
     def excuse_silence(self, since_s: float, now_s: float) -> None:
-        """It was this router that did not listen for so long: what the workers said meanwhile is still to be read. How long
-        they had been silent before counts as ever: one that was suspected is, until it is heard.
+        """It was this router that did not listen for so long: what the workers said meanwhile is still to be read. How
+        long they had been silent before counts as ever: one that was suspected is, until it is heard.
         """
         for worker in self.workers:
             worker.heard_s = min(now_s, worker.heard_s + since_s)
@@ -494,9 +494,9 @@ class ClusterView:
         return known
 
     def _all_ready_until_s(self, ready: Collection[WorkerView]) -> float:
-        """The time until which none of them is silent or stalled, whatever comes: to hear of a worker or see it move can
-        only make it later, and one that gets its first leg begins to move then. Without any, what is usable has to be
-        chosen each time.
+        """The time until which none of them is silent or stalled, whatever comes: to hear of a worker or see it move
+        can only make it later, and one that gets its first leg begins to move then. Without any, what is usable has to
+        be chosen each time.
         """
         silent_s = min((worker.heard_s for worker in ready), default=float("-inf"))
         stalled_s = min((w.progress_s for w in ready if w.legs), default=float("inf"))

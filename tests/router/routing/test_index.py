@@ -242,7 +242,7 @@ def test_a_full_index_knows_the_newest_blocks():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 400)), min_size=5, max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 10)), min_size=5, max_size=60))
 def test_what_is_stored_while_columns_are_cleared_is_all_known(reports):
     """Five holders, of which one after the other starts anew over a table that takes many reports to clear."""
     index = PrefixIndex()
