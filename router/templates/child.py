@@ -171,14 +171,17 @@ class AskedProcesses:
             self._put_back(child)
 
     def _begun(self) -> AskedProcess:
-        if self._closed:
-            raise _closed()
+        self._check_open()
         child = self._start()
         with self._lock:
             self._in_use.add(child)
             if self._closed:
                 child.kill()
         return child
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _closed()
 
     def _put_back(self, child: AskedProcess) -> None:
         with self._lock:
