@@ -171,8 +171,7 @@ class AskedProcesses:
             self._put_back(child)
 
     def _begun(self) -> AskedProcess:
-        if self._closed:
-            raise _closed()
+        self._check_open()
         child = self._start()
         self._lend(child)
         return child
@@ -183,6 +182,10 @@ class AskedProcesses:
             self._in_use.add(child)
             if self._closed:
                 child.kill()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _closed()
 
     def _put_back(self, child: AskedProcess) -> None:
         with self._lock:
