@@ -171,7 +171,8 @@ class AskedProcesses:
             self._put_back(child)
 
     def _begun(self) -> AskedProcess:
-        self._check_open()
+        if self._closed:
+            raise _closed()
         child = self._start()
         self._lend(child)
         return child
@@ -182,10 +183,6 @@ class AskedProcesses:
             self._in_use.add(child)
             if self._closed:
                 child.kill()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise _closed()
 
     def _put_back(self, child: AskedProcess) -> None:
         with self._lock:
