@@ -42,7 +42,8 @@ class RetryPolicy:
     Attributes:
         max_attempts: How often a sample's legs may be started; once more for each drain that it outlasted.
         worker_wait_s: How long a request waits for a worker to appear: about what a restart takes. One whose client has
-            some of its tokens waits until its deadline: nobody else can go on with it. So does one that waits for room.
+            some of its tokens waits until its deadline: nobody else can go on with it. One that waits for room gets a
+            worker then.
         retry_backoff: How long workers that failed a request are avoided when there are no others. A worker that was
             silent for the longest of these waits gets no new legs anyway.
         recompute_tokens: Up to so many tokens of a prompt are computed by D itself when no P can take over.
@@ -299,7 +300,8 @@ class RetryController:
 
         They are placed as there is room for them, like requests in the admission queue, and each that was tried in vain
         is tried behind the others: the first worker that is heard again after a long silence is not sent all that the
-        others had.
+        others had. One that has waited for room as long as it would for a worker is placed all the same, one in each
+        call: other routers may fill each place before this one hears of it.
         """
         self.waits_for_room = False
         if not self._waiting:
@@ -311,7 +313,10 @@ class RetryController:
         actions: list[Action] = []
         tried: list[Attempt] = []
         for attempt in tuple(islice(self._waiting, MOVED_AT_ONCE)):
-            if not self._placement.has_room(attempt.request, attempt.prompt(), now_s):
+            overdue = not tried and now_s - attempt.since_s >= self._policy.worker_wait_s
+            if not overdue and not self._placement.has_room(
+                attempt.request, attempt.prompt(), now_s
+            ):
                 self.waits_for_room = True
                 break
             tried.append(attempt)

@@ -33,7 +33,7 @@ from baton.generation import (
     TokenSample,
     WorkerLoad,
 )
-from baton.ids import LegKind, RequestId, Role
+from baton.ids import LegKind, RequestId, Role, WorkerId
 from router.admission.capacity import MeasuredSpeed, WorkerCapacity
 from router.breaker import Circuit
 from router.dispatch.actions import (
@@ -1034,6 +1034,24 @@ def test_while_more_wait_than_a_tick_moves_nothing_else_is_to_be_begun():
     core.pass_time(0.05)
     assert [*waits, core.dispatcher.waits_for_room] == [True, False]
     assert core.dispatcher.in_flight == MOVED_AT_ONCE + 10
+
+
+def test_what_has_waited_for_room_as_long_as_for_a_worker_is_placed_one_in_each_tick():
+    """Other routers may fill each place before this one hears of it."""
+    core = Core(bounded=True)
+    for number in range(3):
+        core.submit(name=f"r{number}")
+    core(WorkerJoined(hello=hello("h0", Role.HYBRID), address="unix:h0"))
+    worker = core.view.find(WorkerId("h0"))
+    assert worker is not None
+    worker.foreign_sequences = 1000
+    core.pass_time(1.0)
+    assert (worker.legs, core.dispatcher.waits_for_room) == (0, True)
+    core.now_s += RetryPolicy().worker_wait_s
+    worker.heard_s = core.now_s
+    for legs in (1, 2, 3):
+        core.pass_time(0.05)
+        assert worker.legs == legs
 
 
 def test_the_first_worker_that_is_heard_again_is_not_sent_what_all_others_had():
