@@ -13,6 +13,7 @@ from tests.baton_engine.kernel_cases import paged_batch
 from tests.baton_engine.triton_cases import DEVICE, DTYPES, WIDE, close, cut, kernels, needs_triton
 
 pytestmark = needs_triton
+SLOW = pytest.mark.slow
 MIXED = [(1, 1), (5, 5), (19, 150), (40, 40), (3, 131)]
 DECODES = [(1, 1), (1, 64), (1, 131), (1, 300)]
 BALANCED = SplitRule(spread=5)
@@ -60,7 +61,9 @@ def decode(query, pages, batch, window=None, rule=BALANCED, scale=0.125):
 
 
 @DTYPES
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "head_dim", [64, 80, *(pytest.param(d, marks=SLOW) for d in (96, 192)), 128, 256]
+)
 @pytest.mark.parametrize(("attend", "rows"), [(prefill, MIXED[:3]), (decode, DECODES[2:])])
 def test_every_head_dim_agrees_with_the_twin(attend, rows, head_dim, dtype):
     query, pages, batch = make(
@@ -69,7 +72,9 @@ def test_every_head_dim_agrees_with_the_twin(attend, rows, head_dim, dtype):
     close(attend(query, pages, batch), paged_attention(query, pages, batch, 0.125, None))
 
 
-@pytest.mark.parametrize("block_tokens", [1, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize(
+    "block_tokens", [1, 16, *(pytest.param(t, marks=SLOW) for t in (32, 64, 128)), 256]
+)
 @pytest.mark.parametrize(("attend", "rows"), [(prefill, MIXED), (decode, DECODES)])
 @pytest.mark.parametrize("window", [None, 50])
 def test_every_page_size_agrees_with_the_twin(attend, rows, block_tokens, window):
@@ -89,7 +94,7 @@ def test_every_group_of_heads_agrees_with_the_twin(attend, rows, heads, kv_heads
     close(attend(query, pages, batch), paged_attention(query, pages, batch, 0.125, None))
 
 
-@pytest.mark.parametrize("window", [1, 7, 64, 100, 1000])
+@pytest.mark.parametrize("window", [1, 7, *(pytest.param(w, marks=SLOW) for w in (64, 1000)), 100])
 @pytest.mark.parametrize(("attend", "rows"), [(prefill, MIXED), (decode, DECODES)])
 def test_every_window_agrees_with_the_twin(attend, rows, window):
     query, pages, batch = make(rows, block_tokens=16, heads=2, kv_heads=1, head_dim=64, dtype=WIDE)

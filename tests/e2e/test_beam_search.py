@@ -39,6 +39,7 @@ def _texts(answer: dict[str, Any]) -> list[list[int]]:
     return [choice["token_ids"] for choice in answer["choices"]]
 
 
+@pytest.mark.slow
 def test_a_pair_finds_what_transformers_finds_and_misses_no_killed_worker(tmp_path: Path) -> None:
     checkpoint = make_model(tmp_path / "llama", "llama")
     reference: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

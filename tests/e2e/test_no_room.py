@@ -127,6 +127,7 @@ def test_a_worker_that_is_killed_while_prompts_wait_in_the_pool_costs_no_token(
     crowd.assert_right(checkpoint)
 
 
+@pytest.mark.slow
 def test_what_was_preempted_comes_back_from_the_pool(
     checkpoint: Path, pooled: pytest.MonkeyPatch
 ) -> None:

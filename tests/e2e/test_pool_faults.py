@@ -113,6 +113,7 @@ def _settled_on_disk(cluster: Served) -> bool:
     return on_disk >= 100 * PAGE_BYTES
 
 
+@pytest.mark.slow
 def test_blocks_that_rot_on_the_disk_are_misses(checkpoint: Path, disk: Path) -> None:
     with with_disk(checkpoint, disk) as cluster:
         ask_all(cluster, checkpoint)

@@ -93,6 +93,7 @@ def world(
         yield World(cluster=cluster, document=document, operator=operator)
 
 
+@pytest.mark.slow
 def test_a_quota_holds_while_serving_and_a_flush_takes_one_tenants_blocks(world: World) -> None:
     world.ask("anna", 1)
     world.ask("bert", 1)

@@ -215,6 +215,7 @@ def draws(checkpoint: Path) -> list[tuple[Stream, Stream]]:
     return list(zip(calm, struck, strict=True))
 
 
+@pytest.mark.slow
 def test_draws_with_a_seed_go_on_where_they_were_and_end_where_they_would_have(
     draws: list[tuple[Stream, Stream]],
 ) -> None:

@@ -63,6 +63,7 @@ def test_workers_come_and_go_by_command_and_no_request_fails() -> None:
         assert sorted(cluster.runtime_dir.glob("*-[12]*")) == []
 
 
+@pytest.mark.slow
 def test_a_router_that_died_knows_the_workers_that_were_added_and_an_added_worker_that_died_is_back() -> (
     None
 ):
