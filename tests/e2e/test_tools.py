@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import jsonschema_rs
+import pytest
 from pydantic_core import from_json
 
 from tests.baton_engine.tiny_models import make_model
@@ -40,6 +41,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.slow
 def test_a_pair_calls_what_a_hybrid_worker_calls(tmp_path: Path) -> None:
     model = make_model(tmp_path / "llama", "llama")
     template = tmp_path / "template.jinja"
