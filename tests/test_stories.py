@@ -45,6 +45,7 @@ WITHOUT: dict[str, str] = {
     "router/dispatch/attempt.py": WRAPPED,
     "router/dispatch/request.py": WRAPPED,
     "router/dispatch/retry.py": COUNTS,
+    "router/routing/columns.py": COUNTS,
     "router/generation/guardrails.py": "the order of a request's steps",
     "router/routing/forecast.py": NUMBERS,
     "router/routing/index.py": COUNTS,

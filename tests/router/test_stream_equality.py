@@ -99,7 +99,14 @@ def _chunks(body: str) -> list[str]:
 
 
 def _written(chunk: dict[str, Any]) -> str:
-    return json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+    written = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+    for line_end in (
+        "\x85",
+        "\u2028",
+        "\u2029",
+    ):  # those that JSON leaves, and clients may split at
+        written = written.replace(line_end, f"\\u{ord(line_end):04x}")
+    return written
 
 
 async def _stream(served: Served, case: Case, *, chat: bool) -> list[str]:
