@@ -1,5 +1,6 @@
 """What a piece of Python costs, counted instead of timed: the same on a slow machine and on a busy one."""
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -17,9 +18,12 @@ def steps_of(action: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.collect()
+    gc.disable()  # what is done to garbage is not the action's
     sys.settrace(trace)
     try:
         action()
     finally:
         sys.settrace(before)
+        gc.enable()
     return steps
