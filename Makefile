@@ -76,7 +76,7 @@ demo: native ## A cluster on this machine answers a prompt and shows where the t
 serve: native ## Serve the demo model on http://127.0.0.1:8000 until Ctrl-C
 	$(BIN)/baton serve
 
-test: native ## The default suite: no GPU, no network, eight to eleven minutes on two cores
+test: native ## The default suite: no GPU, no network, ten to fifteen minutes on two cores
 	$(BIN)/python -m pytest -m $(DEFAULT) $(TOGETHER)
 
 test-slow: native ## The suites left out of `make test`, but for the GPU's

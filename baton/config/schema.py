@@ -215,7 +215,8 @@ class RouterConfig:
         max_attempts: How often the legs of a request may be started before it fails; those that decoded on a worker
             which drained, and outlasted that, do not count.
         worker_wait_s: How long a request waits while there is no worker that could take it; then 503. About what a
-            restart takes, model included. One whose client has some of its tokens waits until its deadline.
+            restart takes, model included. One whose client has some of its tokens waits until its deadline. One that
+            was begun and waits for room on workers that are full is given to one of them after that.
         silence_timeout_s: A worker that says nothing for this long, a second at least, though it should twice per
             second, is suspected: its requests go on elsewhere, and it gets nothing new until it is heard from.
         max_queued_bytes_per_client: Output a slow client may leave unread before its request is cancelled.

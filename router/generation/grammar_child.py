@@ -8,6 +8,9 @@ is its length (8 bytes, little-endian) and its bytes, which are JSON:
     parent → child   {"grammars", "limited": whether the limits hold for them}               per question
     child → parent   {"place" of the first that has a fault, "fault", "cpu_s" that it took}  empty fault for none
 
+As the templates' (`router.templates.sandbox`) it imports nothing of Baton's: what it shares with that stands here
+again.
+
 llguidance is native code: a grammar that takes more stack than a thread has ends the process. So the thread has a
 stack of a known size, and who asked is told.
 """

@@ -493,17 +493,7 @@ async def test_what_a_worker_cannot_serve_is_served_once_it_is_lost(tmp_path):
 
 
 async def test_how_long_texts_may_be_is_up_to_those_that_decode(tmp_path):
-    """A prefill worker with few pages has prompts alone to hold."""
-    async with running(tmp_path, d0=Role.DECODE) as workers:
-        changes = {"max_model_len": 512}
-        small = FakeWorker("p0", Role.PREFILL, tmp_path, peers=workers, changes=changes)
-        workers["p0"] = small
-        await small.start()
-        async with composed(workers) as parts:
-            assert (await parts.generator.model()).max_model_len == 4096
-
-
-async def test_how_long_texts_may_be_follows_a_worker_that_decodes_from_now_on(tmp_path):
+    """A prefill worker with few pages has prompts alone to hold, until it changes its role."""
     async with running(tmp_path, d0=Role.DECODE) as workers:
         changes = {"max_model_len": 512}
         small = FakeWorker("p0", Role.PREFILL, tmp_path, peers=workers, changes=changes)

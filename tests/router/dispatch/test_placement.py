@@ -11,9 +11,24 @@ from router.dispatch.request import RequestState
 from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
-from router.routing.policy import Pair, RouteKind, Unavailable
+from router.routing.policy import Pair, Policy, RouteKind, Unavailable
 from router.routing.view import ClusterView
 from tests.router.known_workers import hello
+
+
+def placement_of(
+    view: ClusterView, index: PrefixIndex, policy: Policy, capacity: WorkerCapacity | None = None
+) -> Placement:
+    return Placement(
+        view=view, index=index, policy=policy, secret=b"s" * 32, rng=Random(0), capacity=capacity
+    )
+
+
+def request_of(prompt: Prompt, session: str = "") -> RequestState:
+    asked = GenerationRequest(
+        request_id=RequestId("r"), prompt=prompt, timeout_s=9.0, session=session
+    )
+    return RequestState(asked, 0.0)
 
 
 class Place:
@@ -24,21 +39,11 @@ class Place:
         view = ClusterView(index)
         for number in range(8):
             view.join(hello(f"h{number}", Role.HYBRID), f"unix:h{number}", 0.0)
-        self.placement = Placement(
-            view=view,
-            index=index,
-            policy=policy_named("session"),
-            secret=b"s" * 32,
-            rng=Random(0),
-        )
+        self.placement = placement_of(view, index, policy_named("session"))
 
     def chosen(self, tokens, *, session="", scope="") -> str:
         prompt = Prompt(prompt_tokens=tuple(tokens), sampling=SamplingParams(), cache_scope=scope)
-        asked = GenerationRequest(
-            request_id=RequestId("r"), prompt=prompt, timeout_s=9.0, session=session
-        )
-        job = RequestState(asked, 0.0)
-        pair = self.placement.choose(job, prompt, frozenset(), 0.0)
+        pair = self.placement.choose(request_of(prompt, session), prompt, frozenset(), 0.0)
         assert isinstance(pair, Pair)
         return pair.decode.identity.worker_id
 
@@ -85,18 +90,9 @@ def test_while_all_decode_workers_are_full_a_prefill_worker_without_a_prompt_kee
     capacity = WorkerCapacity(
         view, MeasuredSpeed(), prefill_window_tokens=4096, local_decode_sequences=2
     )
-    placement = Placement(
-        view=view,
-        index=index,
-        policy=policy_named(policy),
-        secret=b"s" * 32,
-        rng=Random(0),
-        capacity=capacity,
-    )
+    placement = placement_of(view, index, policy_named(policy), capacity)
     prompt = Prompt(prompt_tokens=tuple(range(100)), sampling=SamplingParams())
-    job = RequestState(
-        GenerationRequest(request_id=RequestId("r"), prompt=prompt, timeout_s=9.0), 0.0
-    )
+    job = request_of(prompt)
 
     def chosen() -> tuple[str, str, RouteKind]:
         pair = placement.choose(job, prompt, frozenset(), 0.0)
@@ -143,11 +139,9 @@ def test_a_decode_worker_whose_pairs_are_broken_is_left_out_at_one_look(broken, 
     does_not_fit = IncompatibleError("dtype: float32 here", param="dtype")
     for prefill in prefillers[:broken]:
         view.link_failed(prefill.identity, decoders[0].identity, does_not_fit, 0.0)
-    placement = Placement(view=view, index=index, policy=policy, secret=b"s" * 32, rng=Random(0))
+    placement = placement_of(view, index, policy)
     prompt = Prompt(prompt_tokens=tuple(range(1000)), sampling=SamplingParams())
-    job = RequestState(
-        GenerationRequest(request_id=RequestId("r"), prompt=prompt, timeout_s=9.0), 0.0
-    )
+    job = request_of(prompt)
     pair = placement.choose(job, prompt, frozenset(), 0.0)
     assert isinstance(pair, Pair)
     assert (pair.decode.identity.worker_id, pair.kind) == (chosen, RouteKind.PAIR)
@@ -166,13 +160,7 @@ class OfTwoSizes:
             greeting.identity.worker_id: self.view.join(greeting, "unix:w", 0.0)
             for greeting in greetings
         }
-        self.placement = Placement(
-            view=self.view,
-            index=index,
-            policy=policy_named(policy),
-            secret=b"s" * 32,
-            rng=Random(0),
-        )
+        self.placement = placement_of(self.view, index, policy_named(policy))
 
     def choose(
         self, num_tokens: int, *, samples: int = 1, first: int = 0
@@ -182,8 +170,7 @@ class OfTwoSizes:
             samples=tuple(range(samples)),
             sampling=SamplingParams(max_tokens=3000),
         )
-        asked = GenerationRequest(request_id=RequestId("r"), prompt=prompt, timeout_s=9.0)
-        pair = self.placement.choose(RequestState(asked, 0.0), prompt, frozenset(), 0.0)
+        pair = self.placement.choose(request_of(prompt), prompt, frozenset(), 0.0)
         if isinstance(pair, Unavailable):
             return pair
         return pair.prefill.identity.worker_id, pair.decode.identity.worker_id
@@ -222,9 +209,8 @@ def test_a_text_whose_output_no_worker_that_is_left_can_hold_waits_for_one_that_
 def test_who_takes_over_a_prompt_can_hold_it():
     sizes = OfTwoSizes("prefix_affinity")
     prompt = Prompt(prompt_tokens=tuple(range(300)), sampling=SamplingParams(max_tokens=9))
-    asked = GenerationRequest(request_id=RequestId("r"), prompt=prompt, timeout_s=9.0)
     decode, gone = sizes.workers[WorkerId("d0")], sizes.workers[WorkerId("p1")].identity
-    request = RequestState(asked, 0.0)
+    request = request_of(prompt)
     assert sizes.placement.another_pair(request, prompt, decode, frozenset(), 0.0) is not None
     assert sizes.placement.another_pair(request, prompt, decode, {gone}, 0.0) is None
     assert sizes.placement.single_worker(request, prompt, sizes.small.identity, 0.0) is None
@@ -254,20 +240,12 @@ def test_a_decode_worker_that_no_peer_reaches_computes_the_prompt_where_no_other
     }
     workers = {n: view.join(greeting, "unix:w", 0.0) for n, greeting in greetings.items()}
     capacity = WorkerCapacity(view, MeasuredSpeed(), prefill_window_tokens=4096)
-    placement = Placement(
-        view=view,
-        index=index,
-        policy=policy_named(policy),
-        secret=b"s" * 32,
-        rng=Random(0),
-        capacity=capacity,
-    )
+    placement = placement_of(view, index, policy_named(policy), capacity)
     if is_full:
         workers["d1"].legs, workers["d1"].decode_sequences = 10, 10
     broken = workers["p0"].identity, workers["d0"].identity
     view.link_failed(*broken, TransferError("no way"), 0.0)
     prompt = Prompt(prompt_tokens=tuple(range(100)), sampling=SamplingParams(max_tokens=3000))
-    asked = GenerationRequest(request_id=RequestId("r"), prompt=prompt, timeout_s=9.0)
-    pair = placement.choose(RequestState(asked, 0.0), prompt, frozenset(), 0.0)
+    pair = placement.choose(request_of(prompt), prompt, frozenset(), 0.0)
     assert isinstance(pair, Pair)
     assert pair.prefill is pair.decode is workers["d0"]
